@@ -44,12 +44,13 @@ def all_reduce_sum(tensor: paddle.Tensor) -> paddle.Tensor:
     return tensor
 
 
-def read(values: paddle.Tensor) -> list[float]:
-    """Copies the sums of a step to the host, which waits here for the device.
+def read(*tensors: paddle.Tensor) -> list[float]:
+    """Copies the sums of a step to the host, one after another; it waits here for the device.
 
     So it waits for the other ranks, too: on an accelerator a collective is only queued, and it is
     here that an early rank waits for the late ones, and that a hung rank is noticed.
     """
+    values = paddle.concat(tensors) if len(tensors) > 1 else tensors[0]
     meets = world_size() > 1
     with heartbeat.Waiting("the sums of a step") if meets else contextlib.nullcontext():
         return [float(value) for value in values.numpy()]

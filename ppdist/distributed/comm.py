@@ -15,7 +15,6 @@ tensors on the CPU.
 import contextlib
 import ctypes
 import io
-import json
 import math
 import os
 import re
@@ -26,10 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar, cast
 
-import numpy as np
-import paddle
 from paddle import distributed as pd
-from paddle import nn
 from paddle.distributed import fleet
 
 from ppdist.common.child import COPIES_VARIABLES
@@ -52,6 +48,11 @@ from ppdist.distributed.collectives import mean_tensors as mean_tensors
 from ppdist.distributed.collectives import read as read
 from ppdist.distributed.collectives import routes
 from ppdist.distributed.collectives import sum_tensors as sum_tensors
+from ppdist.distributed.data_parallel import local_gradients as local_gradients
+from ppdist.distributed.data_parallel import wrap as wrap
+from ppdist.distributed.data_parallel import wrap_optimizer as wrap_optimizer
+from ppdist.distributed.gathering import all_gather_large_object as all_gather_large_object
+from ppdist.distributed.gathering import all_gather_rows as all_gather_rows
 from ppdist.distributed.ranks import addresses as addresses
 from ppdist.distributed.ranks import host as host
 from ppdist.distributed.ranks import is_main as is_main
@@ -285,54 +286,6 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(-1))
         mallopt(_M_TOP_PAD, _PAD_BYTES)
-
-
-def wrap(model: nn.Layer) -> nn.Layer:
-    """fleet's model, whose backward averages gradients over ranks.  Collective.
-
-    Parameters of rank 0 are sent to all.  On one process it is the model itself:
-    `fleet.distributed_model` raises there in Paddle 3.3.1.
-    """
-    return model if world_size() == 1 else fleet.distributed_model(model)
-
-
-def wrap_optimizer(optimizer: paddle.optimizer.Optimizer) -> Any:
-    """fleet's optimizer, for `unscale_` and `step` of a GradScaler.
-
-    Under data parallelism it changes nothing.  GradScaler knows an optimizer by its identity, so
-    both calls take this one; state and rates are the inner one's.
-    """
-    return optimizer if world_size() == 1 else fleet.distributed_optimizer(optimizer)
-
-
-def local_gradients(model: nn.Layer) -> contextlib.AbstractContextManager[None]:
-    """Inside, backward adds to this rank's gradients, without communication."""
-    return model.no_sync() if world_size() > 1 else contextlib.nullcontext()
-
-
-def all_gather_rows(rows_RK: np.ndarray) -> np.ndarray:
-    """Concatenates the rows of all ranks in rank order.  Collective.
-
-    The counts R may differ, also be zero; K may not.  Ranks may arrive minutes apart.
-    """
-    if world_size() == 1:
-        return rows_RK
-    barrier()
-    counts_W = all_gather(paddle.to_tensor([len(rows_RK)], dtype="int64")).numpy().ravel()
-    padded = np.zeros((max(1, int(counts_W.max())), rows_RK.shape[1]), rows_RK.dtype)
-    padded[: len(rows_RK)] = rows_RK
-    gathered_WRK = all_gather(paddle.to_tensor(padded)).numpy()
-    return np.concatenate([part[:count] for part, count in zip(gathered_WRK, counts_W)])
-
-
-def all_gather_large_object(value: Any) -> list[Any]:
-    """What every rank gave, in rank order; it must survive JSON.  Collective.
-
-    Ranks may arrive minutes apart.
-    """
-    line = f"{json.dumps(value)}\n".encode()
-    bytes_R1 = all_gather_rows(np.frombuffer(line, np.uint8).reshape(-1, 1))
-    return [json.loads(text) for text in bytes_R1.tobytes().decode().splitlines()]
 
 
 T = TypeVar("T")

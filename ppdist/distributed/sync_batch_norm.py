@@ -4,12 +4,12 @@ import paddle
 from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 
-from ppdist.distributed import comm, paddle_api
+from ppdist.distributed import collectives, paddle_api, ranks
 
 
 def synchronize_batch_norm(model: nn.Layer) -> None:
     """Makes a model's BatchNorm2D use statistics of all ranks."""
-    if comm.world_size() > 1:
+    if ranks.world_size() > 1:
         take_sync_batch_norm(model)
 
 
@@ -73,13 +73,13 @@ class _Normalize(PyLayer):
         batch, channels, height, width = x_BCHW.shape
         count, sum_C = paddle.full([1], float(batch * height * width)), x_BCHW.sum([0, 2, 3])
         own_N = paddle.concat([count, sum_C])  # N = 1 + C
-        all_N = comm.all_reduce_sum(own_N if counts else paddle.zeros_like(own_N))
+        all_N = collectives.all_reduce_sum(own_N if counts else paddle.zeros_like(own_N))
         count, sum_C = all_N.split([1, channels])
         mean_C = sum_C / count
         centred_BCHW = x_BCHW - mean_C.reshape([1, -1, 1, 1])
         if not counts:
             centred_BCHW = paddle.zeros_like(centred_BCHW)
-        var_C = comm.all_reduce_sum((centred_BCHW**2).sum([0, 2, 3])) / count
+        var_C = collectives.all_reduce_sum((centred_BCHW**2).sum([0, 2, 3])) / count
         inverse_C = paddle.rsqrt(var_C + epsilon)
         normal_BCHW = centred_BCHW * inverse_C.reshape([1, -1, 1, 1])
         ctx.counts = counts
@@ -96,7 +96,7 @@ class _Normalize(PyLayer):
             dy_BCHW = paddle.zeros_like(dy_BCHW)
         dbeta_C = dy_BCHW.sum([0, 2, 3])
         dgamma_C = (dy_BCHW * normal_BCHW).sum([0, 2, 3])
-        sums_2C = comm.all_reduce_sum(paddle.stack([dbeta_C, dgamma_C])) / count
+        sums_2C = collectives.all_reduce_sum(paddle.stack([dbeta_C, dgamma_C])) / count
         if not ctx.counts:  # y does not depend on x
             return dy_BCHW, dgamma_C, dbeta_C
         mean_dy_1C11, mean_dy_normal_1C11 = sums_2C.reshape([2, 1, -1, 1, 1])

@@ -11,7 +11,7 @@ import paddle
 from paddle import Tensor
 
 from ppdist.data.types import Batch
-from ppdist.distributed import comm, device, heartbeat
+from ppdist.distributed import collectives, data_parallel, device, heartbeat, ranks
 from ppdist.engine.clock import Clock
 from ppdist.engine.gradients import Gradients
 from ppdist.engine.loss_sums import LossSums, Totals, blank, local_normalizers, whole
@@ -71,7 +71,7 @@ class TrainStep:
     ) -> None:
         """Args: policies: called in this order at each moment; the last is outermost `around`."""
         self.model = model
-        self.wrapped = comm.wrap(model)
+        self.wrapped = data_parallel.wrap(model)
         self.loss = loss
         self.optimizer = optimizer
         self.exchange = exchange
@@ -98,7 +98,7 @@ class TrainStep:
         self.statistics.begin_step()
         normalizers = local_normalizers(self.loss, micro_batches)
         if normalizers is not None:
-            normalizers = comm.all_reduce_sum(normalizers)  # collective
+            normalizers = collectives.all_reduce_sum(normalizers)  # collective
         clock.lap("communication")
         sums = LossSums()
         for place, batch in enumerate(micro_batches, start=1):
@@ -108,12 +108,12 @@ class TrainStep:
         self.statistics.end_passes(len(micro_batches))
 
         # Exchange; then the host waits, once: all but the update is queued by now.
-        message = comm.all_reduce_sum(self._counts(micro_batches, sums))  # collective
+        message = collectives.all_reduce_sum(self._counts(micro_batches, sums))  # collective
         clock.lap("communication")
         asked = partial(self._factor_of_all, message, sums)
         square = self._gradients.average(self.exchange, sums, message, asked)  # collective
         clock.lap("optimizer")
-        *values, own_loss, square_norm = comm.read(paddle.concat([message, sums.loss, square]))
+        *values, own_loss, square_norm = collectives.read(message, sums.loss, square)
         clock.lap("communication")
 
         # Normalise, clip, update; or leave no trace.
@@ -167,7 +167,7 @@ class TrainStep:
         run = partial(self._pass, step, normalizers, exchanges, clock)
         for policy in self.policies:
             run = partial(policy.around, run, communicated=lambda: self._met_others)
-        with nullcontext() if exchanges else comm.local_gradients(self.wrapped):
+        with nullcontext() if exchanges else data_parallel.local_gradients(self.wrapped):
             return run(batch)
 
     def _pass(
@@ -184,7 +184,7 @@ class TrainStep:
         targets = batch.boxes_BM4, batch.labels_BM, batch.mask_BM
         output: LossOutput = self.loss(outputs, *targets, step, normalizers)
         clock.lap("loss")
-        self._met_others |= exchanges and comm.world_size() > 1
+        self._met_others |= exchanges and ranks.world_size() > 1
         # A rank past the end of an epoch: the same graph and collectives, but no say.
         with nullcontext() if batch.real else self._gradients.adding_zeros():
             self.precision.scale(whole(output) / self._settings.loss_divisor).backward()
@@ -197,7 +197,7 @@ class TrainStep:
         So it is the same on any number of ranks, and in a resumed run.  Ranks that share a micro-
         batch draw by their share, too.
         """
-        which = (number, comm.rank()) if self.statistics.spread else (number,)
+        which = (number, ranks.rank()) if self.statistics.spread else (number,)
         draws = np.random.SeedSequence([self._settings.seed, step, *which])
         paddle.seed(int(draws.generate_state(1)[0]))
 
@@ -217,11 +217,11 @@ class TrainStep:
 
     def _factor(self, divisor: float) -> float:
         """Factor from the rank-mean gradient of total / loss_divisor to that of the mean loss."""
-        return self._settings.loss_divisor * comm.world_size() / divisor
+        return self._settings.loss_divisor * ranks.world_size() / divisor
 
     def _factor_of_all(self, message: Tensor, sums: LossSums) -> float:
         """Waits for `_factor`, with the loss scale in it; nan: no rank will apply the step."""
-        totals = Totals.of(comm.read(message), self._votes)
+        totals = Totals.of(collectives.read(message), self._votes)
         if totals.broken or self._verdict(totals) is not Verdict.APPLY:
             return math.nan
         factor = self._factor(sums.normalise(totals.terms).divisor)
@@ -274,7 +274,7 @@ class TrainStep:
         """
         self._gradients.drop()
         self.statistics.undo()
-        with comm.local_gradients(self.wrapped):
+        with data_parallel.local_gradients(self.wrapped):
             for batch in micro_batches:
                 self._pass(step, normalizers, False, Clock(), batch)
         return self._gradients.not_finite()

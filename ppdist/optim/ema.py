@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from ppdist.distributed import comm
+from ppdist.distributed import collectives
 from ppdist.optim.flat_storage import BUCKET_BYTES, FlatStorage, coalesce
 
 
@@ -84,7 +84,9 @@ class EMA:
         changing = [key for key in self.average if key not in constant]
         self._copied = [key for key in changing if not self._live[key].is_floating_point()]
         floating = {id(self.average[key]): key for key in changing if key not in self._copied}
-        buckets = comm.buckets([self.average[key] for key in floating.values()], BUCKET_BYTES)
+        buckets = collectives.buckets(
+            [self.average[key] for key in floating.values()], BUCKET_BYTES
+        )
         self._buckets = [
             ([floating[id(each)] for each in bucket], FlatStorage(bucket, aligned=False))
             for bucket in buckets

@@ -26,7 +26,7 @@ import paddle
 
 from ppdist.common.errors import CheckpointError
 from ppdist.config.distributed import DistributedConfig
-from ppdist.distributed import comm, device
+from ppdist.distributed import collectives, device, ranks, store
 
 
 class Exchange:
@@ -49,7 +49,7 @@ class Exchange:
                 wait: gradient * factor is that of the mean loss, whatever the number of objects or
                 the loss scale of this step.  nan: no rank will apply this step.
         """
-        comm.mean_tensors(gradients)
+        collectives.mean_tensors(gradients)
 
     def norm_square(self, local: paddle.Tensor) -> paddle.Tensor:
         """Square of the gradient norm that all ranks agree on, [1].  Collective.
@@ -133,13 +133,13 @@ class LowPrecision(Exchange):
         """See `Exchange`."""
         super().average([gradient for gradient in gradients if gradient.ndim < 2], factor)
         large = [gradient for gradient in gradients if gradient.ndim >= 2]
-        scale = 1.0 / comm.world_size()
+        scale = 1.0 / ranks.world_size()
         if self.dtype == "float16":
             scale = float16_scale(_square_of_all_ranks(gradients))
         low = [(gradient * scale).astype(self.dtype) for gradient in large]
-        comm.sum_tensors(low)
+        collectives.sum_tensors(low)
         for gradient, total in zip(large, low):
-            back = total.astype("float32") * (1.0 / (scale * comm.world_size()))
+            back = total.astype("float32") * (1.0 / (scale * ranks.world_size()))
             paddle.assign(back, gradient)
 
 
@@ -153,7 +153,7 @@ def float16_scale(square: float) -> float:
 
     Args: square: sum over ranks of the squared norms of their gradients.
     """
-    bound = math.sqrt(comm.world_size() * square)
+    bound = math.sqrt(ranks.world_size() * square)
     if not math.isfinite(bound) or bound == 0.0:
         return 1.0  # not finite: so are the messages, and no rank applies the step
     return 2.0 ** max(-126, min(126, math.floor(math.log2(_SAFE_FLOAT16 / bound))))
@@ -162,7 +162,7 @@ def float16_scale(square: float) -> float:
 def _square_of_all_ranks(gradients: Sequence[paddle.Tensor]) -> float:
     """Sum over ranks of the squared norm of their gradients.  Collective."""
     squares = [paddle.dot(gradient.flatten(), gradient.flatten()) for gradient in gradients]
-    return comm.all_reduce_sum(paddle.stack(squares).sum().reshape([1])).item()
+    return collectives.all_reduce_sum(paddle.stack(squares).sum().reshape([1])).item()
 
 
 class _Feedback(Exchange):
@@ -203,7 +203,7 @@ class _Feedback(Exchange):
         super().average([gradient for gradient, yes in chosen if not yes], factor)
         large = [gradient for gradient, yes in chosen if yes]
         for gradient, rest in zip(large, self.rest):
-            rest.add_(gradient.reshape(rest.shape) * (multiple / comm.world_size()))
+            rest.add_(gradient.reshape(rest.shape) * (multiple / ranks.world_size()))
         for gradient, mean in zip(large, self._exchange()):
             paddle.assign((mean / multiple).reshape(gradient.shape), gradient)
 
@@ -213,9 +213,9 @@ class _Feedback(Exchange):
 
     def state(self) -> dict[str, np.ndarray]:
         """`<name>/rest/<key>` -> [W, N, K], W times the gradients in all."""
-        comm.barrier()  # ranks may be minutes apart, but a collective of gloo has 30 s:
+        store.barrier()  # ranks may be minutes apart, but a collective of gloo has 30 s:
         # one by one, too, because links are slow where this is used.
-        gathered = [comm.all_gather(rest).numpy() for rest in self.rest]
+        gathered = [collectives.all_gather(rest).numpy() for rest in self.rest]
         return {f"{self.name}/rest/{key}": rest for key, rest in zip(self.keys, gathered)}
 
     def load(self, arrays: dict[str, np.ndarray]) -> str:
@@ -235,10 +235,10 @@ class _Feedback(Exchange):
                     code="checkpoint_of_other_config",
                     fix="resume with the configuration the run was started with",
                 )
-            if len(saved_WNK) == comm.world_size():
-                mine = saved_WNK[comm.rank()]
+            if len(saved_WNK) == ranks.world_size():
+                mine = saved_WNK[ranks.rank()]
             else:
-                mine = saved_WNK.sum(0) / comm.world_size()
+                mine = saved_WNK.sum(0) / ranks.world_size()
             paddle.assign(paddle.to_tensor(mine.astype("float32")), rest)
         taken = {f"{self.name}/rest/{key}" for key in self.keys}
         return lost([entry for entry in arrays if "/rest/" in entry and entry not in taken])
@@ -281,11 +281,11 @@ class PowerSGD(_Feedback):
 
     def _exchange(self) -> Iterator[paddle.Tensor]:
         products = [paddle.matmul(rest, q) for rest, q in zip(self.rest, self._q)]
-        comm.sum_tensors(products)
+        collectives.sum_tensors(products)
         bases = [paddle.linalg.qr(product)[0] for product in products]
         own = [paddle.matmul(m, p, transpose_x=True) for m, p in zip(self.rest, bases)]
         self._q = [q.clone() for q in own]
-        comm.sum_tensors(self._q)
+        collectives.sum_tensors(self._q)
         for rest, p, mine, q in zip(self.rest, bases, own, self._q):
             rest.subtract_(paddle.matmul(p, mine, transpose_y=True))
             yield paddle.matmul(p, q, transpose_y=True)
@@ -339,7 +339,7 @@ class TopKSparsify(_Feedback):
         message = paddle.concat([*positions, *(value.view("int32") for value in values)])
         count, total = message.size // 2, paddle.zeros([start])
         # Rank by rank, each without a position twice: the same order of sums on every rank.
-        for sent in comm.all_gather(message):
+        for sent in collectives.all_gather(message):
             at, value = sent[:count].reshape([-1, 1]), sent[count:].view("float32")
             total = paddle.scatter_nd_add(total, at, value)
         yield from paddle.split(total, [rest.size for rest in self.rest])
@@ -402,7 +402,7 @@ class LocalSGD(Exchange):
         say than another, and all apply their gradients or none does.  It exceeds the norm of the
         averaged gradient, by sqrt(ranks) where the ranks' gradients have nothing in common.
         """
-        return comm.all_reduce_sum(local) / comm.world_size()
+        return collectives.all_reduce_sum(local) / ranks.world_size()
 
     def synchronised(self, step: int) -> bool:
         """Whether weights and moments are equal on all ranks after a step."""
@@ -413,7 +413,7 @@ class LocalSGD(Exchange):
         """Averages weights and moments if this step is to be synchronised.  Collective."""
         synchronised = self.synchronised(step)
         if synchronised:
-            comm.mean_tensors([*self._parameters, *_moments(self._optimizer)])
+            collectives.mean_tensors([*self._parameters, *_moments(self._optimizer)])
         return synchronised
 
 
@@ -442,7 +442,7 @@ def build_exchange(
         parameters: what the optimizer trains, by state-dict key.
         steps: of the whole run.
     """
-    if comm.world_size() == 1:
+    if ranks.world_size() == 1:
         return DuringBackward()
     if config.sync_every is not None:
         return LocalSGD([*parameters.values()], optimizer, config.sync_every, steps)
@@ -465,6 +465,6 @@ def last_step(max_steps: int | None, config: DistributedConfig) -> int | None:
 
     `train.max_steps`, or the next at which the ranks hold the same weights.
     """
-    if max_steps is None or config.sync_every is None or comm.world_size() == 1:
+    if max_steps is None or config.sync_every is None or ranks.world_size() == 1:
         return max_steps
     return _multiple_from(max_steps, config.sync_every)

@@ -5,7 +5,7 @@ from itertools import accumulate, groupby
 
 import paddle
 
-from ppdist.distributed import comm, paddle_api
+from ppdist.distributed import collectives, paddle_api
 
 BUCKET_BYTES = 1 << 20  # of one storage: a CPU has caches, and see `FlatStorage`
 _BYTES = 4  # of a float32
@@ -101,7 +101,7 @@ class FlatGradients:
         self.parameters = list(parameters)
         order = sorted(range(len(parameters)), key=lambda at: -parameters[at].size)
         largest_first = [self.parameters[at] for at in order]
-        self._buckets = list(comm.buckets(largest_first, BUCKET_BYTES))
+        self._buckets = list(collectives.buckets(largest_first, BUCKET_BYTES))
         self._flats: list[paddle.Tensor] = []
         self._copies: list[list[paddle.Tensor]] = []
         # Of each bucket the runs of equal sizes, as matrices that will share its storage.

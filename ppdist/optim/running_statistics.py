@@ -3,7 +3,7 @@
 import paddle
 from paddle import Tensor, nn
 
-from ppdist.distributed import comm, paddle_api
+from ppdist.distributed import collectives, paddle_api, ranks
 from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
 from ppdist.optim.flat_storage import FlatStorage
 
@@ -28,7 +28,7 @@ class RunningStatistics:
         if self._storage is not None:
             self._places = self._storage.places()
         self._synced = [layer for layer in model.sublayers() if isinstance(layer, SyncBatchNorm2D)]
-        self.spread = spread and comm.world_size() > 1
+        self.spread = spread and ranks.world_size() > 1
         self.meet = bool(tensors) and self.spread
         self._before: Tensor | None = None
         self._moved: Tensor | float = 0.0
@@ -93,15 +93,15 @@ class RunningStatistics:
         """
         counted, everywhere = self._counted, self._counted_everywhere
         self.forget()
-        if self._storage is None or self.spread or comm.world_size() == 1 or not everywhere:
+        if self._storage is None or self.spread or ranks.world_size() == 1 or not everywhere:
             return
         local_F = self._storage.gather()
         # Without the gaps: what else is in a message changes the order of sums over sockets.
         mean_F = paddle.gather(local_F, self._places)
-        weight = counted / everywhere * comm.world_size()
+        weight = counted / everywhere * ranks.world_size()
         if weight != 1.0:
             mean_F.scale_(weight)
-        comm.mean_tensors([mean_F])
+        collectives.mean_tensors([mean_F])
         self._storage.scatter(paddle.assign(paddle.scatter(local_F, self._places, mean_F), local_F))
 
     def forget(self) -> None:

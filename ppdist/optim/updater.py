@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from ppdist.distributed import comm, paddle_api
+from ppdist.distributed import collectives, data_parallel, gathering, paddle_api, ranks
 from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import (
     biases,
@@ -24,12 +24,12 @@ class Updater:
 
     Attributes:
         optimizer: Paddle's.
-        wrapped: what a GradScaler takes for it; see `comm.wrap_optimizer`.
+        wrapped: what a GradScaler takes for it; see `data_parallel.wrap_optimizer`.
     """
 
     def __init__(self, optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
         self.optimizer = optimizer
-        self.wrapped = comm.wrap_optimizer(optimizer)
+        self.wrapped = data_parallel.wrap_optimizer(optimizer)
         self._model = model
         self._biases = biases(model)
 
@@ -109,9 +109,9 @@ class ShardedUpdater(Updater):
         """
         super().__init__(optimizer, model)
         sizes = [parameter.size for parameter in parameters.values()]
-        owners = share_out(sizes, comm.world_size())
+        owners = share_out(sizes, ranks.world_size())
         self._owner = dict(zip(parameters, owners))
-        self._shares: list[list[Tensor]] = [[] for _ in range(comm.world_size())]
+        self._shares: list[list[Tensor]] = [[] for _ in range(ranks.world_size())]
         for parameter, owner in zip(parameters.values(), owners):
             self._shares[owner].append(parameter)
 
@@ -121,7 +121,7 @@ class ShardedUpdater(Updater):
         with self._only_mine():
             step(self.wrapped)
         for owner, share in enumerate(self._shares):
-            comm.broadcast_tensors(share, owner)
+            collectives.broadcast_tensors(share, owner)
 
     @contextlib.contextmanager
     def _only_mine(self) -> Iterator[None]:
@@ -129,7 +129,7 @@ class ShardedUpdater(Updater):
 
         Paddle's optimizers pass over what stops the gradient; the gradients themselves stay.
         """
-        mine = self._shares[comm.rank()]
+        mine = self._shares[ranks.rank()]
         others = [p for share in self._shares if share is not mine for p in share]
         for parameter in others:
             parameter.stop_gradient = True
@@ -149,15 +149,17 @@ class ShardedUpdater(Updater):
         Collective; they may be minutes apart.
         """
         arrays = super().state()
-        everything = {} if comm.is_main() else dict(arrays)
-        shapes_W = comm.all_gather_large_object({key: array.shape for key, array in arrays.items()})
+        everything = {} if ranks.is_main() else dict(arrays)
+        shapes_W = gathering.all_gather_large_object(
+            {key: array.shape for key, array in arrays.items()}
+        )
         for owner, shapes in enumerate(shapes_W):
-            if owner == comm.rank():
+            if owner == ranks.rank():
                 tensors = [paddle.to_tensor(arrays[key]) for key in shapes]
             else:
                 tensors = [paddle.zeros(shape, "float32") for shape in shapes.values()]
-            comm.broadcast_tensors(tensors, owner)
-            if comm.is_main():  # the others need the memory that they were to save
+            collectives.broadcast_tensors(tensors, owner)
+            if ranks.is_main():  # the others need the memory that they were to save
                 everything |= {key: tensor.numpy() for key, tensor in zip(shapes, tensors)}
         return everything
 
@@ -166,7 +168,7 @@ class ShardedUpdater(Updater):
 
         What belongs to no parameter stays, to be named.
         """
-        rank = comm.rank()
+        rank = ranks.rank()
         return {
             entry: array
             for entry, array in arrays.items()

@@ -25,7 +25,7 @@ from ppdist.common.errors import ConfigError
 from ppdist.common.job import RESTART_VARIABLE
 from ppdist.common.process import say
 from ppdist.data.image import is_image_name
-from ppdist.distributed import comm
+from ppdist.distributed import collectives, comm
 from ppdist.engine.callbacks import Callback, TrainingRun
 from tests.faults import clock
 from tests.faults import fault as faults
@@ -194,13 +194,13 @@ def _hang_with_lock(injector: FaultInjector, fault: Fault) -> None:
 
 
 def _skip_sum(injector: FaultInjector, fault: Fault) -> None:
-    before = comm.all_reduce_sum
+    before = collectives.all_reduce_sum
 
     def skip(tensor: paddle.Tensor) -> paddle.Tensor:
-        vars(comm)["all_reduce_sum"] = before
+        vars(collectives)["all_reduce_sum"] = before
         return tensor
 
-    vars(comm)["all_reduce_sum"] = skip
+    vars(collectives)["all_reduce_sum"] = skip
 
 
 def _to_a_worker(number: int) -> Callable[[FaultInjector, Fault], None]:

@@ -10,7 +10,7 @@ import pytest
 from ppdist.common.errors import StorageError
 from ppdist.common.job import SKIP_STEP_VARIABLE
 from ppdist.config.distributed import DistributedConfig
-from ppdist.distributed import comm, store
+from ppdist.distributed import collectives, comm, gathering, store
 from ppdist.engine.build import build_training
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.time_budget import TimeBudget
@@ -50,7 +50,9 @@ def watch(patch, record):
             record.append([name, described(arguments[0]) if arguments else []])
             return inner(*arguments)
 
-        patch.setattr(comm, name, call)
+        for module in (collectives, gathering, store, comm):
+            if hasattr(module, name):
+                patch.setattr(module, name, call)
 
 
 def no_memory(trainer):
