@@ -42,7 +42,7 @@ def start(way: str, folder: Path) -> dict[str, Any]:
     from tests.unit.engine.runs import run_to_end
 
     sets, were_kept, samples = [], [], hashlib.blake2b()
-    kept_or_read, read_sets, batches = build.kept_or_read, data.read_sets, data.BatchSource.batches
+    kept_or_read, read_sets, steps = build.kept_or_read, data.read_sets, data.BatchSource.steps
 
     def counted(*words: Any, **options: Any) -> tuple[Read, bool]:
         found, kept = kept_or_read(*words, **options)
@@ -54,11 +54,12 @@ def start(way: str, folder: Path) -> dict[str, Any]:
         sets.extend(each for each in checked[:2] if each is not None)
         return checked
 
-    def watched(self: data.BatchSource, *words: Any) -> Iterator[Batch]:
-        for batch in batches(self, *words):
-            for tensor in (batch.image_index_B, batch.images_B3HW, batch.boxes_BM4):
-                samples.update(tensor.numpy().tobytes())
-            yield batch
+    def watched(self: data.BatchSource, *words: Any) -> Iterator[list[Batch]]:
+        for batches in map(list, steps(self, *words)):
+            for batch in batches:
+                for tensor in (batch.image_index_B, batch.images_B3HW, batch.boxes_BM4):
+                    samples.update(tensor.numpy().tobytes())
+            yield batches
 
     with ExitStack() as changed:
 
@@ -67,7 +68,7 @@ def start(way: str, folder: Path) -> dict[str, Any]:
 
         put(build, "kept_or_read", counted)
         put(engine_build, "read_sets", taken)
-        put(data.BatchSource, "batches", watched)
+        put(data.BatchSource, "steps", watched)
         put(annotation_cache, "_SETTLED_SECONDS", -60.0)
         put(annotation_cache, "_SHORT_SECONDS", 0.0 if way in ("first", "second") else 60.0)
         if way == "each":
