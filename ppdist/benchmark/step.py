@@ -20,9 +20,7 @@ from ppdist.common.errors import ConfigError
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.types import Batch
 from ppdist.distributed import comm, device, store
-from ppdist.engine.build import (
-    build_training,
-)
+from ppdist.engine.build import build_training
 from ppdist.engine.clock import Clock
 from ppdist.engine.data import BatchSource
 from ppdist.engine.trainer import Trainer
