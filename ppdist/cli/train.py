@@ -227,7 +227,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
 def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
     """Makes and checks every decision of a training without training."""
     from ppdist.cli.data import looked_at, verdict
-    from ppdist.common.run_log import EarlyLog
+    from ppdist.common.console import EarlyLog
     from ppdist.distributed import comm
     from ppdist.engine.build import build_model, decide_training
     from ppdist.engine.recipe import ASIDE, FILE, file_of_plan, write_recipe

@@ -1,5 +1,6 @@
-"""metrics.jsonl read again, and the summary of a run.
+"""metrics.jsonl: written, read again, and the summary of a run.
 
+RunRecords                   writes it
 read_metrics, MetricRecords  the records of a run, by kind
 run_summary                  the table at the end
 """
@@ -7,15 +8,21 @@ run_summary                  the table at the end
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ppdist.common.errors import ConfigError
 from ppdist.common.eta import duration
-from ppdist.common.files import text_of
+from ppdist.common.files import append, replace_file, require_held, sync_path, text_of
+from ppdist.runtime.writer_thread import WriterThread
 
 Record = Mapping[str, Any]
+METRICS = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -32,6 +39,86 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+class RunRecords:
+    """metrics.jsonl of a run, written by a thread.
+
+    Other trainings may take the folder: then each write raises instead.
+    """
+
+    def __init__(self, output_dir: Path, files: WriterThread) -> None:
+        self.path = output_dir / METRICS
+        self._folder, self._files = output_dir, files
+
+    def begin(self, resume_step: int | None) -> list[dict[str, Any]]:
+        """Makes the folder; returns the records in it that stay.
+
+        Raises: ConfigError: it cannot be made or written.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return begin_records(self.path, resume_step)
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir: {self._folder} cannot be written: {error}", code="folder_unwritable"
+            ) from error
+
+    def write(self, record: Record) -> None:
+        """Adds a record; non-finite numbers become null, because JSON has none."""
+        line = json.dumps({key: _jsonable(value) for key, value in record.items()}) + "\n"
+        write = partial(append, self.path, line.encode())
+        self._files.put(METRICS, self.guarded(write), len(line))
+
+    def keep(self, is_kept: Callable[[Record], bool]) -> None:
+        """Drops all records but those that `is_kept` accepts."""
+        self._files.put(METRICS, self.guarded(partial(keep_records, self.path, is_kept)))
+
+    def sync(self, seconds: float) -> bool:
+        """Syncs the records so far to disk; False: the disk failed, or was too slow."""
+        synced = []
+
+        def sync() -> None:
+            sync_path(self.path)
+            sync_path(self._folder)  # which holds the name of a new file
+            synced.append(True)
+
+        self._files.put(METRICS, sync)
+        return self._files.flush(seconds) and bool(synced)
+
+    def guarded(self, write: Callable[[], object]) -> Callable[[], object]:
+        """Makes `write` raise instead if another training owns the folder by then."""
+
+        def write_if_held() -> None:
+            require_held(self._folder)
+            write()
+
+        return write_if_held
+
+
+def begin_records(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
+    """Drops the records after the resumed step; returns the others."""
+    if resume_step is None:
+        path.unlink(missing_ok=True)
+        return []
+    return keep_records(path, lambda record: record.get("step", 0) <= resume_step)
+
+
+def keep_records(path: Path, is_kept: Callable[[Record], bool]) -> list[dict[str, Any]]:
+    """Drops all records but those that `is_kept` accepts; returns these."""
+    if not path.exists():
+        return []
+    kept = [record for record in read_metrics(path) if is_kept(record)]
+    replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode(), sync=True)
+    return kept
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 @dataclass

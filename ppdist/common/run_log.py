@@ -1,7 +1,8 @@
-"""Log of a run: console, train.log, metrics.jsonl and metric writers.
+"""Log of a run, of three parts that work for themselves.
 
-    EarlyLog   the console until the run owns its output folder
-    RunLog     the whole log, for training, evaluation and checkpoints
+    RunRecords     metrics.jsonl (records.py)
+    ConsoleHandler, ProgressBar, LogFileHandler    console and train.log (console.py)
+    MetricWriters  VisualDL and trackers (writers.py)
 
 metrics.jsonl is the source of truth; the others are views of it.  Only rank 0 writes, in threads:
 no step waits for a terminal or a disk.  Logging never stops a training: a full disk or a closed
@@ -9,46 +10,32 @@ terminal costs lines, with one warning.
 """
 
 import io
-import json
 import logging
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from ppdist.common.errors import ConfigError
+from ppdist.common.console import ConsoleHandler, EarlyLog, LogFileHandler, ProgressBar, console_on
 from ppdist.common.eta import ETA, EVALUATION, duration
-from ppdist.common.files import (
-    append,
-    replace_file,
-    require_held,
-    sync_path,
-)
-from ppdist.common.process import BARE, DETAIL, NOTE, log_line, printable, say
-from ppdist.common.records import commands, read_metrics, run_summary
+from ppdist.common.process import BARE, DETAIL, NOTE, say
+from ppdist.common.records import RunRecords, commands, run_summary
 from ppdist.common.trackers import TrackedRun, TrackerProcess, require_tracker
 from ppdist.common.writers import MetricWriters, VisualDLWriter
 from ppdist.runtime.writer_thread import TERMINAL, Screen, WriterThread
 
 _LOGGER = logging.getLogger("ppdist")
 _FILE_WIDTH = 120  # columns of a table in train.log
-_PLAIN_WIDTH = 80  # of the console where there is no terminal
-_REFRESH_SECONDS = 0.2
 _SILENT_SECONDS = 60.0  # without a terminal: longest silence before a step is logged
-_OPENING_LINES = 6  # of warnings on the console before the first step
-_WARNING_LINES = 2  # of each
 _CLOSE_SECONDS, _STOPPED_SECONDS = 90.0, 10.0  # for files and trackers at the end
 _HEADER_EVERY = 20  # rows of the growing table
 
@@ -100,9 +87,7 @@ class RunLog:
         self._level_before = _LOGGER.level
         self._propagate_before = _LOGGER.propagate
         self._eta = ETA(total_steps)
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        self._refreshed = 0.0
+        self._bar: ProgressBar | None = None
         self._rows = 0  # of the growing table
         self._header = ""  # of the growing table
         self._warned: set[str] = set()
@@ -112,17 +97,19 @@ class RunLog:
         self._trackers: list[TrackerProcess] = []  # among them
         self._streams_before = sys.stdout, sys.stderr
         self._screen = Screen(sys.stdout)
-        self._metrics_path = output_dir / "metrics.jsonl"
+        self._records = RunRecords(output_dir, self._files)
         if not main:
             _LOGGER.setLevel(logging.WARNING)
             self._take_streams()
             return
-        self._console = _console_on(self._screen)
+        self._console = console_on(self._screen)
+        if self._console.is_terminal:
+            self._bar = ProgressBar(self._console, total_steps)
         self._dropped_before = TERMINAL.dropped["terminal"]
         self._told = time.monotonic()  # last line on a console without a terminal
         for _, tracker in trackers:
             require_tracker(tracker.name)
-        kept = self._begin_records(resume_step)
+        kept = self._records.begin(resume_step)
         self.recorded_step = max((each["step"] for each in kept if "loss" in each), default=0)
         for record in kept:
             if record.get("eval_seconds") is not None:
@@ -135,17 +122,6 @@ class RunLog:
             folder, called = output_dir / "trackers" / tracker.name, output_dir.name
             run = TrackedRun(tracker, folder, called, resume_step)
             self.writers.open(tracker.name, partial(self._start_tracker, target, run))
-
-    def _begin_records(self, resume_step: int | None) -> list[dict[str, Any]]:
-        """Makes output_dir; returns the records in it that stay."""
-        try:
-            self._output_dir.mkdir(parents=True, exist_ok=True)
-            return _begin_metrics(self._metrics_path, resume_step)
-        except OSError as error:
-            raise ConfigError(
-                f"output_dir: {self._output_dir} cannot be written: {error}",
-                code="folder_unwritable",
-            ) from error
 
     def __enter__(self) -> "RunLog":
         return self
@@ -202,16 +178,7 @@ class RunLog:
         Args: size: bytes that it keeps in memory; with any, as for a picture, it may be dropped.
         """
         if self._is_open:  # batches may be drawn after it
-            self._files.put(name, self._guarded(write), size, may_drop=size > 0)
-
-    def _guarded(self, write: Callable[[], object]) -> Callable[[], object]:
-        """Makes `write` raise instead if another training owns the folder by then."""
-
-        def write_if_held() -> None:
-            require_held(self._output_dir)
-            write()
-
-        return write_if_held
+            self._files.put(name, self._records.guarded(write), size, may_drop=size > 0)
 
     def table(
         self, title: str, rows: Sequence[tuple[str, str, str]], on_console: bool = False
@@ -238,12 +205,9 @@ class RunLog:
         """
         if not self._main:
             return
-        if self._main:
-            self._tell_failures()
+        self._tell_failures()
         record = {"time": round(time.time(), 3), **record}
-        line = json.dumps({key: _jsonable(value) for key, value in record.items()}) + "\n"
-        write = partial(append, self._metrics_path, line.encode())
-        self._files.put("metrics.jsonl", self._guarded(write), len(line))
+        self._records.write(record)
         self.writers.metrics(record)
 
     def sync(self, seconds: float = 30.0) -> bool:
@@ -253,17 +217,7 @@ class RunLog:
         Args: seconds: the timeout.
         Returns: False: the disk failed, or was too slow.
         """
-        if not self._main:
-            return True
-        synced = []
-
-        def sync() -> None:
-            sync_path(self._metrics_path)
-            sync_path(self._output_dir)  # which holds the name of a new file
-            synced.append(True)
-
-        self._files.put("metrics.jsonl", sync)
-        return self._files.flush(seconds) and bool(synced)
+        return not self._main or self._records.sync(seconds)
 
     def flush(self, seconds: float = 30.0) -> bool:
         """Waits until the log is written, except to a blocked terminal.
@@ -279,18 +233,15 @@ class RunLog:
         """Drops records and points after a step, because they are made again."""
         if not self._main:
             return
-        self.put("metrics.jsonl", partial(_begin_metrics, self._metrics_path, step))
-        self.writers.rollback(step, self._guarded)
+        self._records.keep(lambda record: record.get("step", 0) <= step)
+        self.writers.rollback(step, self._records.guarded)
 
     def forget(self, step: int, key: str) -> None:
         """Drops the records of a step that have this key, because the run makes them again."""
         if not self._main:
             return
 
-        def is_other(record: dict[str, Any]) -> bool:
-            return record.get("step") != step or key not in record
-
-        self.put("metrics.jsonl", partial(_keep_records, self._metrics_path, is_other))
+        self._records.keep(lambda record: record.get("step") != step or key not in record)
 
     def images(self, tag: str, step: int, images_HW3: list[np.ndarray]) -> None:
         """Adds uint8 RGB images under `tag/0`, `tag/1`, ..."""
@@ -319,11 +270,8 @@ class RunLog:
 
         Args: done, total: parts of it; 0 of 0: unknown, the bar does not move.
         """
-        if self._bar is None or TERMINAL.waiting:
-            return
-        if total:
-            self._bar.update(self._task, completed=done, total=total)
-        self._bar.update(self._task, description=what, refresh=True)
+        if self._bar is not None:
+            self._bar.show(what, done, total)
 
     def progress(self, step: int, fields: dict[str, str], waited: float = 0.0) -> None:
         """Shows how far the run is; call it after every optimizer step.
@@ -353,8 +301,8 @@ class RunLog:
             else:
                 self._told = time.monotonic()
                 _LOGGER.info(text)
-        if self._console.is_terminal:
-            self._move_bar(step, f"{epoch}/{epochs}  {values}")
+        if self._bar is not None:
+            self._bar.move(step, f"{epoch}/{epochs}  {values}")
 
     def time_left(self, step: int) -> str:
         """Time left as `4m 07s`; "": unknown, or the run is over."""
@@ -375,7 +323,8 @@ class RunLog:
             following: what users do next: (purpose, command to copy) pairs.
         """
         if self._main:
-            self._end_bar()
+            if self._bar is not None:
+                self._bar.end()
             self.flush()
             rows = run_summary(self._output_dir, self._eta.seconds())
             self.table(f"{self._output_dir}", rows, on_console=True)
@@ -393,7 +342,8 @@ class RunLog:
     def close(self) -> None:
         """Closes the files and restores the logger; a second call does nothing."""
         self._end_opening()
-        self._end_bar()
+        if self._bar is not None:
+            self._bar.end()
         if self._is_open:
             self.writers.close()
             written = self._files.flush(self._close_seconds)
@@ -467,186 +417,3 @@ class RunLog:
     def _start_tracker(self, target: str, run: TrackedRun) -> TrackerProcess:
         self._trackers.append(process := TrackerProcess(target, run))
         return process
-
-    def _end_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def _move_bar(self, step: int, text: str) -> None:
-        if TERMINAL.waiting:  # it is behind, so an update would be stale
-            return
-        now = time.monotonic()
-        if self._bar is None:
-            self._bar = Progress(
-                BarColumn(bar_width=20),
-                TextColumn("{task.description}", markup=False),
-                console=self._console,
-                transient=True,
-                auto_refresh=False,  # no thread: DataLoader workers are forked beside us
-            )
-            self._bar.start()
-            self._task = self._bar.add_task("", total=self._total_steps)
-        if now - self._refreshed >= _REFRESH_SECONDS or step == self._total_steps:
-            self._refreshed = now
-            total = self._total_steps
-            self._bar.update(
-                self._task, completed=step, total=total, description=text, refresh=True
-            )
-
-
-def _begin_metrics(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
-    """Drops the records after the resumed step; returns the others."""
-    if resume_step is None:
-        path.unlink(missing_ok=True)
-        return []
-    return _keep_records(path, lambda record: record.get("step", 0) <= resume_step)
-
-
-def _keep_records(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Drops all records but those that `is_kept` accepts; returns these."""
-    if not path.exists():
-        return []
-    kept = [record for record in read_metrics(path) if is_kept(record)]
-    replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode(), sync=True)
-    return kept
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-# --- console and train.log ------------------------------------------------------------------------
-
-
-def _console_on(screen: Screen) -> Console:
-    """Console of plain text, in Jupyter, too.
-
-    There rich would draw tables as HTML, and print the bar again at each move.
-    """
-    is_terminal = screen.isatty()  # rich would trust FORCE_COLOR, which Jupyter sets
-    width = None if is_terminal else _PLAIN_WIDTH
-    return Console(
-        file=cast(TextIO, screen), width=width, force_terminal=is_terminal, force_jupyter=False
-    )
-
-
-class Opening:
-    """Limits the lines of warnings on the console before the first step."""
-
-    def __init__(self, width: int) -> None:
-        """Args: width: columns of the console."""
-        self._width = width
-        self._left = _OPENING_LINES
-        self.withheld = 0
-
-    def short(self, text: str) -> str:
-        """The beginning of a message; "": no room is left."""
-        most = _WARNING_LINES * self._width
-        text = " ".join(text.split())
-        if len(text) > most:
-            text = _cut(text, most)
-        lines = math.ceil(len(text) / self._width)
-        if lines > self._left:
-            self.withheld += 1
-            return ""
-        self._left -= lines
-        return text
-
-
-def _cut(text: str, most: int) -> str:
-    """The beginning of a message, in whole words, and the page or command that it ends with."""
-    end = re.search(r" (`[^`]+`|\S*/\S+)$", text)
-    tail = " ..." + (end[0] if end and len(end[0]) < most // 2 else "")
-    head = text[: most - len(tail) + 1]
-    return f"{(head.rpartition(' ')[0] or head[:-1]).rstrip(',;:')}{tail}"
-
-
-class EarlyLog:
-    """Rank 0's log until the run owns its output folder.
-
-    The console shows messages meanwhile; `RunLog` copies them into train.log.  If an error ends the
-    run before there is a train.log, warnings that were cut are printed in full.
-    """
-
-    def __init__(self, main: bool) -> None:
-        """Args: main: True on rank 0; on others this does nothing."""
-        self._main = main
-        console = _console_on(Screen(sys.stdout))
-        self._to_console = ConsoleHandler(console)
-        self._keeper = BufferingHandler(sys.maxsize)
-        self.records: list[logging.LogRecord] = self._keeper.buffer
-        self.opening = self._to_console.opening = Opening(console.width)
-
-    def __enter__(self) -> "EarlyLog":
-        if self._main:
-            self._before = [*_LOGGER.handlers], _LOGGER.level, _LOGGER.propagate
-            _LOGGER.handlers, _LOGGER.propagate = [self._to_console, self._keeper], False
-            _LOGGER.setLevel(logging.INFO)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if not self._main:
-            return
-        _LOGGER.handlers, level, _LOGGER.propagate = self._before
-        _LOGGER.setLevel(level)
-        for record in self.records if kind else ():
-            if getattr(record, "cut", False):
-                say(log_line(record))
-
-
-class ConsoleHandler(logging.Handler):
-    """Prints through rich, above a moving bar if there is one.
-
-    opening: while set, warnings are shortened.
-    """
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self.opening: Opening | None = None
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if getattr(record, "detail", False):
-            return
-        warns = record.levelno >= logging.WARNING
-        text = log_line(record)
-        if self.opening is not None and (warns or getattr(record, "note", False)):
-            short = self.opening.short(text)
-            record.cut = short != text
-            text = short
-        if not text:
-            return
-        style = "yellow" if warns else ""
-        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-class LogFileHandler(logging.Handler):
-    """Hands lines of train.log to the thread that writes them."""
-
-    def __init__(self, path: Path, files: WriterThread) -> None:
-        super().__init__()
-        self._path, self._files = path, files
-        self.setFormatter(
-            _PrintableFormatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
-        )
-
-    def emit(self, record: logging.LogRecord) -> None:
-        line = f"{self.format(record)}\n".encode("utf-8", "backslashreplace")
-
-        def write() -> None:
-            require_held(self._path.parent)
-            append(self._path, line)
-
-        self._files.put(self._path.name, write, len(line), may_drop=True)
-
-
-class _PrintableFormatter(logging.Formatter):
-    """Escapes control characters, which would move the cursor of a reader's terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))

@@ -11,9 +11,10 @@ import numpy as np
 import paddle
 
 from ppdist.common import files, plugin
+from ppdist.common.console import EarlyLog
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.machine import available_cores, given_threads
-from ppdist.common.run_log import EarlyLog, RunLog
+from ppdist.common.run_log import RunLog
 from ppdist.common.trackers import TRACKERS
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.experiment import ExperimentConfig

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppdist.common.console import EarlyLog, Opening
 from ppdist.common.errors import ConfigError
 from ppdist.common.process import DETAIL
 from ppdist.common.records import read_metrics
-from ppdist.common.run_log import EarlyLog, Opening, RunLog
+from ppdist.common.run_log import RunLog
 from ppdist.config.output import ShippedTracker
 from tests.errors import raises
 
@@ -248,7 +249,7 @@ def test_terminal_gets_bar_and_file_still_gets_lines(tmp_path, monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr("ppdist.common.run_log._REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr("ppdist.common.console._REFRESH_SECONDS", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     with open_log(tmp_path, every_steps=5) as log:
         for step in range(1, 8):

@@ -1,0 +1,205 @@
+"""What a run says: the console with its moving bar, and train.log.
+
+    EarlyLog     the console until the run owns its output folder
+    ProgressBar  how far it is, on a terminal
+
+Lines are written in threads: no step waits for a terminal or a disk.
+"""
+
+import logging
+import math
+import re
+import sys
+import time
+from logging.handlers import BufferingHandler
+from pathlib import Path
+from typing import TextIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from ppdist.common.files import append, require_held
+from ppdist.common.process import log_line, printable, say
+from ppdist.runtime.writer_thread import TERMINAL, Screen, WriterThread
+
+_LOGGER = logging.getLogger("ppdist")
+_PLAIN_WIDTH = 80  # of the console where there is no terminal
+_REFRESH_SECONDS = 0.2
+_OPENING_LINES = 6  # of warnings on the console before the first step
+_WARNING_LINES = 2  # of each
+
+
+def console_on(screen: Screen) -> Console:
+    """Console of plain text, in Jupyter, too.
+
+    There rich would draw tables as HTML, and print the bar again at each move.
+    """
+    is_terminal = screen.isatty()  # rich would trust FORCE_COLOR, which Jupyter sets
+    width = None if is_terminal else _PLAIN_WIDTH
+    return Console(
+        file=cast(TextIO, screen), width=width, force_terminal=is_terminal, force_jupyter=False
+    )
+
+
+class ProgressBar:
+    """The moving bar of a run on a terminal; without one it shows nothing."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        """Args: total: optimizer steps of the run."""
+        self._console, self._total = console, total
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._refreshed = 0.0
+
+    def move(self, step: int, text: str) -> None:
+        """Shows how far the run is."""
+        if TERMINAL.waiting:  # it is behind, so an update would be stale
+            return
+        now = time.monotonic()
+        if self._bar is None:
+            self._bar = Progress(
+                BarColumn(bar_width=20),
+                TextColumn("{task.description}", markup=False),
+                console=self._console,
+                transient=True,
+                auto_refresh=False,  # no thread: DataLoader workers are forked beside us
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total)
+        if now - self._refreshed >= _REFRESH_SECONDS or step == self._total:
+            self._refreshed = now
+            total = self._total
+            self._bar.update(
+                self._task, completed=step, total=total, description=text, refresh=True
+            )
+
+    def show(self, work: str, done: int = 0, total: int = 0) -> None:
+        """Shows work between steps, such as an evaluation; 0 of 0: the bar does not move."""
+        if self._bar is None or TERMINAL.waiting:
+            return
+        if total:
+            self._bar.update(self._task, completed=done, total=total)
+        self._bar.update(self._task, description=work, refresh=True)
+
+    def end(self) -> None:
+        """Takes the bar off the terminal."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class Opening:
+    """Limits the lines of warnings on the console before the first step."""
+
+    def __init__(self, width: int) -> None:
+        """Args: width: columns of the console."""
+        self._width = width
+        self._left = _OPENING_LINES
+        self.withheld = 0
+
+    def short(self, text: str) -> str:
+        """The beginning of a message; "": no room is left."""
+        most = _WARNING_LINES * self._width
+        text = " ".join(text.split())
+        if len(text) > most:
+            text = _cut(text, most)
+        lines = math.ceil(len(text) / self._width)
+        if lines > self._left:
+            self.withheld += 1
+            return ""
+        self._left -= lines
+        return text
+
+
+def _cut(text: str, most: int) -> str:
+    """The beginning of a message, in whole words, and the page or command that it ends with."""
+    end = re.search(r" (`[^`]+`|\S*/\S+)$", text)
+    tail = " ..." + (end[0] if end and len(end[0]) < most // 2 else "")
+    head = text[: most - len(tail) + 1]
+    return f"{(head.rpartition(' ')[0] or head[:-1]).rstrip(',;:')}{tail}"
+
+
+class EarlyLog:
+    """Rank 0's log until the run owns its output folder.
+
+    The console shows messages meanwhile; `RunLog` copies them into train.log.  If an error ends the
+    run before there is a train.log, warnings that were cut are printed in full.
+    """
+
+    def __init__(self, main: bool) -> None:
+        """Args: main: True on rank 0; on others this does nothing."""
+        self._main = main
+        console = console_on(Screen(sys.stdout))
+        self._to_console = ConsoleHandler(console)
+        self._keeper = BufferingHandler(sys.maxsize)
+        self.records: list[logging.LogRecord] = self._keeper.buffer
+        self.opening = self._to_console.opening = Opening(console.width)
+
+    def __enter__(self) -> "EarlyLog":
+        if self._main:
+            self._before = [*_LOGGER.handlers], _LOGGER.level, _LOGGER.propagate
+            _LOGGER.handlers, _LOGGER.propagate = [self._to_console, self._keeper], False
+            _LOGGER.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._main:
+            return
+        _LOGGER.handlers, level, _LOGGER.propagate = self._before
+        _LOGGER.setLevel(level)
+        for record in self.records if kind else ():
+            if getattr(record, "cut", False):
+                say(log_line(record))
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints through rich, above a moving bar if there is one.
+
+    opening: while set, warnings are shortened.
+    """
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.opening: Opening | None = None
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "detail", False):
+            return
+        warns = record.levelno >= logging.WARNING
+        text = log_line(record)
+        if self.opening is not None and (warns or getattr(record, "note", False)):
+            short = self.opening.short(text)
+            record.cut = short != text
+            text = short
+        if not text:
+            return
+        style = "yellow" if warns else ""
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+class LogFileHandler(logging.Handler):
+    """Hands lines of train.log to the thread that writes them."""
+
+    def __init__(self, path: Path, files: WriterThread) -> None:
+        super().__init__()
+        self._path, self._files = path, files
+        self.setFormatter(
+            _PrintableFormatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+        )
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = f"{self.format(record)}\n".encode("utf-8", "backslashreplace")
+
+        def write() -> None:
+            require_held(self._path.parent)
+            append(self._path, line)
+
+        self._files.put(self._path.name, write, len(line), may_drop=True)
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Escapes control characters, which would move the cursor of a reader's terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
