@@ -127,6 +127,8 @@ CARRIES = {
     "ppdist.models.ppyoloe": (18, 3100),
     "ppdist.models.yolov5": (16, 2700),
     "ppdist.models.rtdetr": (23, 4100),
+    "ppdist.engine.train_step": (46, 7500),
+    "ppdist.engine.trainer": (155, 39100),
 }
 NAMED = re.compile(r"(ppdist(?:\.\w+)+)(?::\w+)?")
 
@@ -156,7 +158,8 @@ def test_what_a_part_imports_stays_small(module: str) -> None:
     modules = reached(module)
     lines = sum(len(sources()[name].read_text().splitlines()) for name in modules)
     folders = {folder(name) for name in modules}
-    assert not folders & {"storage", "data", "engine", "launch"}, sorted(modules)
+    alone = {"storage", "data", "engine"} if folder(module) != "engine" else set()
+    assert not folders & (alone | {"launch"}), sorted(modules)
     most_files, most_lines = CARRIES[module]
     assert len(modules) <= most_files and lines <= most_lines, sorted(modules)
 
