@@ -11,6 +11,7 @@ import math
 import re
 import sys
 import time
+from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TextIO, cast
@@ -18,7 +19,7 @@ from typing import TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from ppdist.common.files import append, require_held
+from ppdist.common.files import append, while_held
 from ppdist.common.process import log_line, printable, say
 from ppdist.runtime.writer_thread import TERMINAL, Screen, WriterThread
 
@@ -42,7 +43,7 @@ def console_on(screen: Screen) -> Console:
 
 
 class ProgressBar:
-    """The moving bar of a run on a terminal; without one it shows nothing."""
+    """The moving bar of a run, for a console on a terminal."""
 
     def __init__(self, console: Console, total: int) -> None:
         """Args: total: optimizer steps of the run."""
@@ -190,11 +191,7 @@ class LogFileHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         line = f"{self.format(record)}\n".encode("utf-8", "backslashreplace")
-
-        def write() -> None:
-            require_held(self._path.parent)
-            append(self._path, line)
-
+        write = while_held(self._path.parent, partial(append, self._path, line))
         self._files.put(self._path.name, write, len(line), may_drop=True)
 
 

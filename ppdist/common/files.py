@@ -20,7 +20,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -657,6 +657,16 @@ def require_held(output_dir: Path) -> None:
                 )
         if held.lost is not None:
             raise held.lost
+
+
+def while_held(output_dir: Path, write: Callable[[], object]) -> Callable[[], object]:
+    """Makes a write of another thread raise if another training owns the folder by then."""
+
+    def write_if_held() -> None:
+        require_held(output_dir)
+        write()
+
+    return write_if_held
 
 
 def is_lost(output_dir: Path) -> bool:

@@ -10,7 +10,6 @@ JOB_VARIABLE = "PPDIST_JOB"  # set by our fleetrun: the name of this attempt, fo
 # Set by our fleetrun where it starts a job anew: how many times it has; and the number, from 1, of
 # a step at which the job ended twice and which is to be left out.
 RESTART_VARIABLE, SKIP_STEP_VARIABLE = "PPDIST_RESTART", "PPDIST_SKIP_STEP"
-BACKUP_VARIABLE = "PADDLE_BACKUP_ENV_PATH"  # Paddle's: a JSON file of variables that are too long
 STARTED_VARIABLE = "PPDIST_STARTED"  # set by our fleetrun: `boot_seconds` when it began
 # Set by our fleetrun with --min_hosts: the run goes on without hosts that are lost.
 MIN_HOSTS_VARIABLE = "PPDIST_MIN_HOSTS"

@@ -18,11 +18,11 @@ import numpy as np
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.eta import duration
-from ppdist.common.files import append, replace_file, require_held, sync_path, text_of
+from ppdist.common.files import append, replace_file, sync_path, text_of, while_held
 from ppdist.runtime.writer_thread import WriterThread
 
 Record = Mapping[str, Any]
-METRICS = "metrics.jsonl"
+_FILE = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ class RunRecords:
     """
 
     def __init__(self, output_dir: Path, files: WriterThread) -> None:
-        self.path = output_dir / METRICS
+        self.path = output_dir / _FILE
         self._folder, self._files = output_dir, files
 
     def begin(self, resume_step: int | None) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ class RunRecords:
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            return begin_records(self.path, resume_step)
+            return _begin(self.path, resume_step)
         except OSError as error:
             raise ConfigError(
                 f"output_dir: {self._folder} cannot be written: {error}", code="folder_unwritable"
@@ -67,12 +67,19 @@ class RunRecords:
     def write(self, record: Record) -> None:
         """Adds a record; non-finite numbers become null, because JSON has none."""
         line = json.dumps({key: _jsonable(value) for key, value in record.items()}) + "\n"
-        write = partial(append, self.path, line.encode())
-        self._files.put(METRICS, self.guarded(write), len(line))
+        self._put(partial(append, self.path, line.encode()), len(line))
 
-    def keep(self, is_kept: Callable[[Record], bool]) -> None:
-        """Drops all records but those that `is_kept` accepts."""
-        self._files.put(METRICS, self.guarded(partial(keep_records, self.path, is_kept)))
+    def roll_back(self, step: int) -> None:
+        """Drops the records after a step."""
+        self._put(partial(_begin, self.path, step))
+
+    def forget(self, step: int, key: str) -> None:
+        """Drops the records of a step that have this key."""
+
+        def is_other(record: Record) -> bool:
+            return record.get("step") != step or key not in record
+
+        self._put(partial(_keep, self.path, is_other))
 
     def sync(self, seconds: float) -> bool:
         """Syncs the records so far to disk; False: the disk failed, or was too slow."""
@@ -83,28 +90,22 @@ class RunRecords:
             sync_path(self._folder)  # which holds the name of a new file
             synced.append(True)
 
-        self._files.put(METRICS, sync)
+        self._files.put(_FILE, sync)
         return self._files.flush(seconds) and bool(synced)
 
-    def guarded(self, write: Callable[[], object]) -> Callable[[], object]:
-        """Makes `write` raise instead if another training owns the folder by then."""
-
-        def write_if_held() -> None:
-            require_held(self._folder)
-            write()
-
-        return write_if_held
+    def _put(self, write: Callable[[], object], size: int = 0) -> None:
+        self._files.put(_FILE, while_held(self._folder, write), size)
 
 
-def begin_records(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
+def _begin(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
     """Drops the records after the resumed step; returns the others."""
     if resume_step is None:
         path.unlink(missing_ok=True)
         return []
-    return keep_records(path, lambda record: record.get("step", 0) <= resume_step)
+    return _keep(path, lambda record: record.get("step", 0) <= resume_step)
 
 
-def keep_records(path: Path, is_kept: Callable[[Record], bool]) -> list[dict[str, Any]]:
+def _keep(path: Path, is_kept: Callable[[Record], bool]) -> list[dict[str, Any]]:
     """Drops all records but those that `is_kept` accepts; returns these."""
     if not path.exists():
         return []

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from ppdist.common.console import ConsoleHandler, EarlyLog, LogFileHandler, ProgressBar, console_on
 from ppdist.common.eta import ETA, EVALUATION, duration
+from ppdist.common.files import while_held
 from ppdist.common.process import BARE, DETAIL, NOTE, say
 from ppdist.common.records import RunRecords, commands, run_summary
 from ppdist.common.trackers import TrackedRun, TrackerProcess, require_tracker
@@ -178,7 +179,7 @@ class RunLog:
         Args: size: bytes that it keeps in memory; with any, as for a picture, it may be dropped.
         """
         if self._is_open:  # batches may be drawn after it
-            self._files.put(name, self._records.guarded(write), size, may_drop=size > 0)
+            self._files.put(name, while_held(self._output_dir, write), size, may_drop=size > 0)
 
     def table(
         self, title: str, rows: Sequence[tuple[str, str, str]], on_console: bool = False
@@ -233,15 +234,15 @@ class RunLog:
         """Drops records and points after a step, because they are made again."""
         if not self._main:
             return
-        self._records.keep(lambda record: record.get("step", 0) <= step)
-        self.writers.rollback(step, self._records.guarded)
+        self._records.roll_back(step)
+        self.writers.rollback(step, partial(while_held, self._output_dir))
 
     def forget(self, step: int, key: str) -> None:
         """Drops the records of a step that have this key, because the run makes them again."""
         if not self._main:
             return
 
-        self._records.keep(lambda record: record.get("step") != step or key not in record)
+        self._records.forget(step, key)
 
     def images(self, tag: str, step: int, images_HW3: list[np.ndarray]) -> None:
         """Adds uint8 RGB images under `tag/0`, `tag/1`, ..."""

@@ -7,15 +7,17 @@ import os
 import socket
 from collections.abc import Sequence
 
+from ppdist.common.job import launched_rank, launched_ranks
+
 
 def rank() -> int:
     """This process's rank in [0, world_size)."""
-    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+    return launched_rank()
 
 
 def world_size() -> int:
     """Number of ranks of the run; 1 without a launcher."""
-    return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+    return launched_ranks()
 
 
 def local_size() -> int:

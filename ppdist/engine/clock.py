@@ -1,4 +1,4 @@
-"""Clock: wall seconds of the parts of a step or an evaluation."""
+"""Clock: wall seconds of the parts of a step."""
 
 import time
 

@@ -27,10 +27,11 @@ if __name__ == "__main__":  # by its path: modules beside this file must not hid
 
 from ppdist.common.child import Process, end_with_parent, start
 from ppdist.common.files import open_own, replace_file
-from ppdist.common.job import BACKUP_VARIABLE, EXIT_DIR_VARIABLE
+from ppdist.common.job import EXIT_DIR_VARIABLE
 from ppdist.common.process import boot_seconds
 from ppdist.common.signals import hold_signals, release_signals
 
+BACKUP_VARIABLE = "PADDLE_BACKUP_ENV_PATH"  # Paddle's: a file of what is too long for one
 CPU_VARIABLE = "PPDIST_CPU"  # set for ranks that shall see no card
 # For a clean checkpoint.  Paddle's launcher, where it started this process, kills it after 30, and
 # then no process would be left to end the script's children.

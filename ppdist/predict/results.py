@@ -233,9 +233,9 @@ class Objects(Results):
         if self.pictures.wants(frame):
             self.pictures.write(frame, found.plot())
         if "yolo" in self._formats:
-            self._write_text(self._file(frame, "yolo", ".txt"), found.to_yolo(scores=True))
+            write_text(self._file(frame, "yolo", ".txt"), found.to_yolo(scores=True))
         if "voc" in self._formats:
-            self._write_text(self._file(frame, "voc", ".xml"), found.to_voc())
+            write_text(self._file(frame, "voc", ".xml"), found.to_voc())
         if "crops" in self._formats:
             self._write_crops(frame, found)
 
@@ -271,7 +271,7 @@ class Objects(Results):
             write_table(self.out / TABLE, self.content())
         if "yolo" in self._formats:
             names = "".join(f"{name}\n" for name in self.spec.class_names)
-            self._write_text(self.out / FOLDERS["yolo"] / "classes.txt", names)
+            write_text(self.out / FOLDERS["yolo"] / "classes.txt", names)
         return super().write()
 
     def total(self) -> str:
@@ -298,9 +298,6 @@ class Objects(Results):
             chosen = self.out / FOLDERS[kind] / f"{name}{suffix}"
         self._taken.add(chosen)
         return chosen
-
-    def _write_text(self, file: Path, text: str) -> None:
-        write_text(file, text)
 
     def _write_crops(self, frame: Frame, found: Detections) -> None:
         height, width = frame.image_HW3.shape[:2]
