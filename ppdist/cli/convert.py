@@ -29,14 +29,10 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
+    from ppdist.common.manifest import CARD_NOTE
     from ppdist.distributed import comm
     from ppdist.engine.build import build_model
-    from ppdist.models.model_card import (
-        CARD_NOTE,
-        ModelCard,
-        card_of,
-        read_card_or_warn,
-    )
+    from ppdist.models.model_card import ModelCard, card_of, read_card_or_warn
     from ppdist.models.weights import (
         arrays_of,
         check_arrays,

@@ -157,11 +157,12 @@ def split_model(text: str) -> tuple[str, Path]:
 
 
 def average(arguments: argparse.Namespace) -> None:
+    from ppdist.common.manifest import CARD_NOTE
     from ppdist.config.experiment import load_config
     from ppdist.data.datasets.build import limits, read_split
     from ppdist.distributed import comm
     from ppdist.ensemble import model_soup
-    from ppdist.models.model_card import CARD_NOTE, average_of, card_of
+    from ppdist.models.model_card import average_of, card_of
     from ppdist.models.weights import arrays_of, check_writable, write_arrays
 
     config = load_config(arguments.config, arguments.override)

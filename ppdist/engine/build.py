@@ -510,7 +510,7 @@ def _build_trainer(
     )
     writer = CheckpointWriter(
         dirs.folder / "checkpoints", dump_yaml(config), config.checkpoint.keep, note_saved,
-        model_card, log.sync,
+        model_card.for_checkpoint, log.sync,
     )  # fmt: skip
     means = EpochMeans(schedule.steps_per_epoch)
     metrics_logger = MetricsLogger(log, config.log.every_steps, schedule.steps_per_epoch)

@@ -45,12 +45,10 @@ from ppdist.common.drafts import remove_drafts
 from ppdist.common.errors import CheckpointError, ConfigError, WeightsError
 from ppdist.common.files import draft_of, is_disk_full, require_held, sync_path
 from ppdist.common.machine import free_disk
-from ppdist.models.model_card import CARD_FILE, CARD_NOTE, ModelCard
-from ppdist.models.weights import checked_files
+from ppdist.common.manifest import CARD_FILE, CARD_NOTE, MANIFEST, checked_files
 
 _NAME = re.compile(r"^step-(\d+)$")
 _DRAFTS = r"step-\d+|last|best"
-_MANIFEST = "manifest.json"
 # What a run writes to its output_dir, its report and its export: see README, but for run.lock,
 # which this run holds, and recipe.yml, which this run may have been started with.
 _OF_A_RUN = (
@@ -138,7 +136,7 @@ def save_checkpoint(
         for name, text in texts.items():
             files[name] = _write_durably(draft / name, [text.encode()])
         manifest = json.dumps({"step": step, "files": files}, indent=1)
-        _write_durably(draft / _MANIFEST, [manifest.encode()])
+        _write_durably(draft / MANIFEST, [manifest.encode()])
         sync_path(draft)
         require_held(folder.parent)
         draft.rename(final)
@@ -393,9 +391,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Each file is read once.  Files that are not in the manifest are ignored.
     Raises: CheckpointError: absent, torn, or altered; the message names the file.
     """
-    if not (path / _MANIFEST).is_file():
+    if not (path / MANIFEST).is_file():
         raise CheckpointError(
-            f"not a checkpoint (it has no {_MANIFEST})",
+            f"not a checkpoint (it has no {MANIFEST})",
             code="not_a_checkpoint",
             where=f"{path}",
         )
@@ -475,7 +473,7 @@ class CheckpointWriter:
         config_yaml: str,
         keep: int,
         told: Callable[[int], None] = lambda step: None,
-        model_card: ModelCard | None = None,
+        card_of: Callable[[Mapping[str, Any]], str] = lambda state: "",
         sync_records: Callable[[], bool] = lambda: True,
     ) -> None:
         """
@@ -484,13 +482,13 @@ class CheckpointWriter:
             config_yaml: the resolved configuration, for each of them.
             keep: how many of the newest stay; best and last always do.
             told: hears of each step whose checkpoint is on disk.
-            model_card: for each of them, with the threshold that its evaluation found.
+            card_of: writes the model card of a state; "": none.
             sync_records: puts the records of the run on disk; False: that failed.  A checkpoint
                 that outlives them in a power cut would have steps that nothing tells of.
         """
         self.folder = folder
         self.config_yaml = config_yaml
-        self.model_card = model_card
+        self._card_of = card_of
         self.keep = keep
         self._told = told
         self._sync_records = sync_records
@@ -618,15 +616,12 @@ class CheckpointWriter:
         Those older than the newest go: a disk may have room for `keep` checkpoints but not for one
         more.
         """
-        step, card = snapshot.step, ""
+        step = snapshot.step
         if self._unsynced != step and not self._sync_records():  # once: a stuck disk takes 30 s
             self._unsynced = step
-        if self.model_card is not None:
-            found = {"best_f1_threshold": snapshot.state["best_f1_threshold"]}
-            card = self.model_card.model_copy(update=found).text()
         save = partial(
             save_checkpoint, self.folder, step, snapshot.groups, snapshot.state,
-            self.config_yaml, card,
+            self.config_yaml, self._card_of(snapshot.state),
         )  # fmt: skip
         try:
             save()

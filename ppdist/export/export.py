@@ -33,6 +33,7 @@ from ppdist.common.child import python, run_command
 from ppdist.common.drafts import remove_drafts
 from ppdist.common.errors import DataError, ExportError
 from ppdist.common.files import draft_of, require_no_link
+from ppdist.common.manifest import CARD_NOTE
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.export import INT8_LOSS
 from ppdist.config.runtime import RuntimeOptions
@@ -79,7 +80,6 @@ from ppdist.export.verify import (
 from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.coco import evaluate_boxes
 from ppdist.models.base import Detector, ImageModel
-from ppdist.models.model_card import CARD_NOTE
 from ppdist.runtime.predictor import digest
 
 Model = TypeVar("Model", bound=ImageModel)

@@ -25,6 +25,7 @@ import ppdist
 from ppdist.common.class_names import require_same_classes
 from ppdist.common.errors import WeightsError
 from ppdist.common.files import read_file
+from ppdist.common.manifest import CARD_FILE, CARD_NOTE, checked_files
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.config.model import ModelConfig, YOLOv5Config
@@ -36,7 +37,6 @@ from ppdist.models.base import ImageModel
 from ppdist.models.unpickle import PickledObject, mapping, read_torch_content, shown
 from ppdist.models.weights import (
     ClassNames,
-    checked_files,
     checkpoint_of,
     read_notes,
     require_known_ending,
@@ -46,8 +46,6 @@ from ppdist.models.weights import (
 from ppdist.models.yolov5 import DEPTH_WIDTH
 from ppdist.models.zoo import PublishedWeights, is_name, local_weights, published, zoo
 
-CARD_FILE = "model_card.json"  # in a checkpoint
-CARD_NOTE = "model_card"  # in .safetensors, .npz and ONNX
 AGPL = "AGPL-3.0"
 _MOST_BYTES = 1 << 22  # of a card; a thousand class names take 20 KB
 _MOST_CLASSES = 100_000  # of a .pt
@@ -113,6 +111,10 @@ class ModelCard(Section):
         fields = self.model_dump(mode="json").items()
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields]
         return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def for_checkpoint(self, state: Mapping[str, Any]) -> str:
+        """Writes the text with the threshold that the evaluation of a checkpoint found."""
+        return self.model_copy(update={"best_f1_threshold": state["best_f1_threshold"]}).text()
 
 
 def card_of(

@@ -34,9 +34,9 @@ import numpy as np
 
 from ppdist.common.errors import WeightsError
 from ppdist.common.files import open_file, read_file
+from ppdist.common.manifest import MAX_BYTES
 
 # What a file may ask for at most.
-MAX_BYTES = 1 << 36  # 64 GiB
 MAX_OPERATIONS = 5_000_000  # a YOLOv5x checkpoint has about 30,000; each one costs up to 200 bytes
 MAX_ENTRIES = 20_000  # of a dict or model with weights; a YOLOv5x has about 1,500
 MAX_VISITS = 200_000  # attributes of modules, shared ones every time; a YOLOv5x has about 30,000

@@ -15,11 +15,10 @@ a directory         one of our checkpoints: its averaged weights, else its raw o
 Entries have our keys or the original implementation's.
 """
 
-import hashlib
 import json
 import math
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -32,9 +31,9 @@ from safetensors.numpy import save_file
 from ppdist.common.class_names import classes_differ, match_classes, tell_apart
 from ppdist.common.errors import WeightsError
 from ppdist.common.files import digest_of_file, draft_of, make_parent, open_file, read_file
+from ppdist.common.manifest import MANIFEST, MAX_BYTES, checked_files
 from ppdist.models.base import ImageModel, KeyTable
 from ppdist.models.unpickle import (
-    MAX_BYTES,
     MAX_ENTRIES,
     MAX_KEY_LENGTH,
     NotSupportedError,
@@ -46,8 +45,6 @@ from ppdist.models.unpickle import (
 )
 from ppdist.models.zoo import local_weights, similar_names
 
-_MANIFEST = "manifest.json"
-_MOST_MANIFEST = 1 << 22  # bytes; ours have some hundreds
 _T = TypeVar("_T")
 
 
@@ -191,13 +188,13 @@ def checkpoint_of(path: Path) -> Path:
     Of an output_dir, or of its folder of checkpoints, the best one, else the last, else the newest;
     every other path is what it is.
     """
-    if not path.is_dir() or (path / _MANIFEST).exists():
+    if not path.is_dir() or (path / MANIFEST).exists():
         return path
     for folder in (path / "checkpoints", path):
         steps = sorted((each.name for each in folder.glob("step-*")), reverse=True)
         # A file system without links has neither best nor last.
         for name in ("best", "last", *steps):
-            if (folder / name / _MANIFEST).exists():
+            if (folder / name / MANIFEST).exists():
                 return folder / name
     return path
 
@@ -206,7 +203,7 @@ def digest_of_weights(path: Path) -> str:
     """Fingerprint of the weights that a path means."""
     weights = checkpoint_of(path)
     # The manifest holds checksums.
-    return digest_of_file(weights / _MANIFEST if weights.is_dir() else weights)
+    return digest_of_file(weights / MANIFEST if weights.is_dir() else weights)
 
 
 def through_links(path: Path, read: Callable[[Path], _T]) -> _T:
@@ -220,38 +217,8 @@ def through_links(path: Path, read: Callable[[Path], _T]) -> _T:
                 raise
 
 
-def checked_files(
-    folder: Path, names: Sequence[str] | None = None, most_bytes: int = MAX_BYTES
-) -> dict[str, bytes]:
-    """Files of a checkpoint by name, checked against its manifest.
-
-    Args: names: the first of these that the manifest has; None: all files.
-    Returns: {}: the manifest has none of them.
-    Raises: WeightsError: absent, torn, altered, or larger than `most_bytes`; it names the file.
-    """
-    at, files = folder / _MANIFEST, dict[str, bytes]()
-    try:
-        manifest = json.loads(read_file(at, _MOST_MANIFEST))["files"]
-        for name in manifest if names is None else [each for each in names if each in manifest][:1]:
-            if Path(name).name != name:
-                raise ValueError(f"{name!r} is in another folder")
-            at = folder / name
-            files[name] = read_file(at, most_bytes)
-            if hashlib.sha256(files[name]).hexdigest() != manifest[name]["sha256"]:
-                raise WeightsError(
-                    f"damaged: its SHA-256 is not the one in {_MANIFEST}",
-                    code="checkpoint_damaged",
-                    where=str(at),
-                )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise WeightsError(
-            f"damaged checkpoint: {error!r}", code="checkpoint_damaged", where=str(at)
-        ) from error
-    return files
-
-
 def _read_folder(path: Path) -> dict[str, np.ndarray]:
-    if not (path / _MANIFEST).exists():
+    if not (path / MANIFEST).exists():
         raise WeightsError(
             "not a checkpoint: it has no manifest.json, nor checkpoints/ with any",
             code="not_a_checkpoint",

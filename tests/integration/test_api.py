@@ -17,13 +17,14 @@ from PIL import Image
 import ppdist
 from ppdist import Detections, Detector, load_config
 from ppdist.common.errors import ConfigError
+from ppdist.common.manifest import CARD_NOTE
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.data.image import read_image
 from ppdist.engine.recipe import with_data
 from ppdist.engine.run import TrainingPlan
 from ppdist.export.predictor import EagerPredictor, detect
-from ppdist.models.model_card import CARD_NOTE, card_of
+from ppdist.models.model_card import card_of
 from ppdist.models.weights import load_all_weights, write_arrays
 from tests.errors import raises
 from tests.media import write_video

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from ppdist.cli import predict
+from ppdist.common.manifest import CARD_NOTE
 from ppdist.config.experiment import load_config
-from ppdist.models.model_card import CARD_NOTE, card_of
+from ppdist.models.model_card import card_of
 from ppdist.models.weights import write_arrays
 from ppdist.predict import sources
 from tests.errors import raises

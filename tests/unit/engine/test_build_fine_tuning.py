@@ -8,8 +8,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist.common.errors import CheckpointError
+from ppdist.common.manifest import CARD_NOTE
 from ppdist.config.validate import config_warnings
-from ppdist.models.model_card import AGPL, CARD_NOTE, read_card
+from ppdist.models.model_card import AGPL, read_card
 from ppdist.models.weights import read_arrays, write_arrays
 from tests.errors import raises
 from tests.unit.engine.runs import run_to_end

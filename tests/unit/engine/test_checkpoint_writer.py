@@ -327,7 +327,8 @@ def test_writer_drops_steps_beyond_rollback(tmp_path, storage):
 
 
 def test_each_card_has_the_threshold_of_its_own_evaluation(tmp_path):
-    writer = CheckpointWriter(tmp_path, "", keep=9, model_card=ModelCard(source="here"))
+    card = ModelCard(source="here")
+    writer = CheckpointWriter(tmp_path, "", keep=9, card_of=card.for_checkpoint)
     for step, threshold in ((1, None), (2, 0.41)):
         taken = snapshot(step)
         taken.state["best_f1_threshold"] = threshold

@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppdist.common.manifest import CARD_NOTE
 from ppdist.engine.build import build_model
 from ppdist.ensemble.model_soup import mean_of, put, read, require_different
-from ppdist.models.model_card import CARD_NOTE, ModelCard
+from ppdist.models.model_card import ModelCard
 from ppdist.models.weights import arrays_of, write_arrays
 from tests.errors import raises
 from tests.unit.engine.tiny import tiny_config

@@ -15,6 +15,7 @@ import pytest
 
 import ppdist
 from ppdist.common.errors import ExportError
+from ppdist.common.manifest import CARD_NOTE
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.export import export as export_graph
@@ -29,7 +30,7 @@ from ppdist.export.predictor import (
 )
 from ppdist.export.spec import read_spec
 from ppdist.export.verify import compare_rows, eager_outputs, load_openvino
-from ppdist.models.model_card import CARD_NOTE, ModelCard, read_card
+from ppdist.models.model_card import ModelCard, read_card
 from tests.errors import raises
 from tests.unit.export.tiny import (
     NMS,

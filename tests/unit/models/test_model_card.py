@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ppdist.common.manifest import CARD_NOTE
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.model import PPYOLOEConfig, RTDETRConfig, YOLOv5Config
 from ppdist.config.parse import parse_plain, parse_tree
@@ -14,7 +15,6 @@ from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.models.build import build_model
 from ppdist.models.model_card import (
     AGPL,
-    CARD_NOTE,
     ModelCard,
     average_of,
     card_of,
