@@ -13,7 +13,8 @@ from pathlib import Path
 from ppdist.cli.train import parse, train
 from ppdist.common import process
 from ppdist.distributed import comm
-from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
+from ppdist.engine.callbacks import Callback, TrainingRun
+from ppdist.engine.clock import StepSeconds
 from ppdist.engine.step_policy import StepResult
 
 

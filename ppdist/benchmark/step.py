@@ -22,7 +22,7 @@ from ppdist.data.types import Batch
 from ppdist.distributed import comm, device, store
 from ppdist.engine.build import build_training
 from ppdist.engine.clock import Clock
-from ppdist.engine.data import BatchSource
+from ppdist.engine.parts import TrainData
 from ppdist.engine.trainer import Trainer
 
 Report = dict[str, Any]
@@ -116,7 +116,7 @@ def measure_step(trainer: Trainer, batches: Iterator[Batch], number: int) -> Rep
     }
 
 
-def _endless(batch_source: BatchSource) -> Iterator[Iterator[Batch]]:
+def _endless(batch_source: TrainData) -> Iterator[Iterator[Batch]]:
     """The batches of the run, repeated if more steps are measured."""
     while True:
         yield from batch_source.steps(0, None)

@@ -229,10 +229,10 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
     from ppdist.cli.data import looked_at, verdict
     from ppdist.common.console import EarlyLog
     from ppdist.distributed import comm
+    from ppdist.engine.advice import advice
     from ppdist.engine.build import build_model, decide_training
     from ppdist.engine.recipe import ASIDE, FILE, file_of_plan, write_recipe
     from ppdist.engine.rehearsal import rehearse
-    from ppdist.engine.schedule_setup import advice
 
     def write_plan() -> tuple[str, str]:
         if plan.recipe is None:

@@ -1,7 +1,11 @@
 """What fleetrun tells the ranks of a job: variables of the environment, files of its folder."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+from ppdist.common import files
 
 EXIT_DIR_VARIABLE = "PPDIST_EXIT_DIR"  # set by our fleetrun: where each rank leaves why it ended
 # Set by our fleetrun: a folder of this host that stays from one attempt of a job to the next.
@@ -32,3 +36,36 @@ def launched_rank() -> int:
 def launched_ranks() -> int:
     """Number of processes started by Paddle's launcher; 1 without one."""
     return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+
+
+def read_note(name: str) -> Any:
+    """Reads a note of an earlier attempt of this job here; None: there is none."""
+    folder = os.environ.get(JOB_DIR_VARIABLE)  # of fleetrun
+    return files.read_json(Path(folder) / name) if folder else None
+
+
+def write_note(name: str, content: Any) -> None:
+    """Notes something for the next attempt of this job.
+
+    Raises: OSError: the folder of the job cannot be written to.
+    """
+    folder = os.environ.get(JOB_DIR_VARIABLE)
+    if folder and Path(folder).is_dir():
+        files.replace_file(Path(folder) / name, json.dumps(content).encode())
+
+
+def note_saved(step: int) -> None:
+    """Records for the job, on rank 0's host, that a checkpoint is saved.
+
+    Raises: OSError: the record cannot be replaced.
+    """
+    if (note := read_note(RUN_NOTE)) is not None:
+        write_note(RUN_NOTE, {**note, "saved": step})
+
+
+def hosts_change() -> bool:
+    """Returns True if fleetrun stops this attempt only because hosts go or come.
+
+    Rank 0's host alone knows it.
+    """
+    return bool(read_note(CHANGE_NOTE))

@@ -34,7 +34,7 @@ from ppdist.config.train import MicroBatches, max_micro_batch
 from ppdist.data.transforms.mix import MOSAIC_IMAGES
 from ppdist.data.types import ImageRecord
 from ppdist.distributed import comm, device, heartbeat
-from ppdist.engine.state import Start, resumed_micro_batches
+from ppdist.engine.resume import Start, resumed_micro_batches
 
 HOST, ADDRESSES, CARD = "memory of the host", "address space (ulimit -v)", "memory of the card"
 Bytes = Mapping[str, int]  # by kind

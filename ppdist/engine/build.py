@@ -13,6 +13,7 @@ import paddle
 from ppdist.common import files, plugin
 from ppdist.common.console import EarlyLog
 from ppdist.common.errors import ConfigError, UserError
+from ppdist.common.job import note_saved
 from ppdist.common.machine import available_cores, given_threads
 from ppdist.common.run_log import RunLog
 from ppdist.common.trackers import TRACKERS
@@ -36,6 +37,7 @@ from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.sync_batch_norm import synchronize_batch_norm
+from ppdist.engine.advice import advice
 from ppdist.engine.auto_batch import resolve_batch_size
 from ppdist.engine.bad_steps import BadSteps
 from ppdist.engine.callbacks import Callback
@@ -47,13 +49,7 @@ from ppdist.engine.distillation import DistilledLoss, build_distillation
 from ppdist.engine.evaluation import Evaluations
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
 from ppdist.engine.messages import About, Messages
-from ppdist.engine.monitor import (
-    EpochMeans,
-    HeartbeatCallback,
-    MetricsLogger,
-    StragglerMonitor,
-    loggers,
-)
+from ppdist.engine.monitor import HeartbeatCallback, MetricsLogger, StragglerMonitor, loggers
 from ppdist.engine.output_dirs import OutputDirs, find_output_dirs
 from ppdist.engine.policies.average import AveragedWeights
 from ppdist.engine.policies.bad_images import BadImages
@@ -72,16 +68,11 @@ from ppdist.engine.preflight import (
     preflight,
     wait_for_inputs,
 )
+from ppdist.engine.resume import Start, find_start, log_start, prepare_output_dir, validate_resume
+from ppdist.engine.run_description import describe_run, hyper_parameters, settings
 from ppdist.engine.run_policy import RunPolicy
 from ppdist.engine.saving import Saving
-from ppdist.engine.schedule_setup import (
-    ScheduleSetup,
-    advice,
-    describe_run,
-    hyper_parameters,
-    set_up_schedule,
-    settings,
-)
+from ppdist.engine.schedule_setup import ScheduleSetup, set_up_schedule
 from ppdist.engine.start_lines import (
     data_line,
     device_line,
@@ -90,16 +81,9 @@ from ppdist.engine.start_lines import (
     model_line,
     train_line,
 )
-from ppdist.engine.state import (
-    Run,
-    Start,
-    find_start,
-    log_start,
-    note_saved,
-    prepare_output_dir,
-    validate_resume,
-)
+from ppdist.engine.state import Run
 from ppdist.engine.step_policy import StepPolicy
+from ppdist.engine.step_sums import EpochMeans
 from ppdist.engine.stopping import StopRequest
 from ppdist.engine.suitability import findings_of
 from ppdist.engine.time_budget import TimeBudget
@@ -237,6 +221,7 @@ def decide_training(
     schedule = build_schedule_setup(config, data.images, batches)
     run = validate_resume(start, schedule, data.train_set, config, data.pixels)
     data.bad_images.known |= run.bad_images
+    run.bad_images = data.bad_images.known  # checkpoints hold what is met from here on
     size = comm.run_on_all_ranks(lambda: complexity(model))
     messages.warn(About.START, start.warnings)
     messages.warn(About.RUN, config_warnings(config, anew))
@@ -519,7 +504,6 @@ def _build_trainer(
         batch_source=source,
         policies=policies.of_run(train_step),
         stop=policies.stop,
-        bad_images=decisions.data.bad_images,
         schedule=schedule,
         evaluations=Evaluations(
             evaluator, evaluated_model, config.evaluate.metric, evaluate_every,
@@ -528,7 +512,7 @@ def _build_trainer(
         saving=Saving(writer, save_every, schedule.total_steps, dirs, log),
         log=log,
         epoch_means=means,
-        metrics_logger=metrics_logger,
+        record_sums=metrics_logger,
         callbacks=[
             HeartbeatCallback(),
             StragglerMonitor(log),

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from paddle import nn
 
 from ppdist.common.errors import ConfigError
+from ppdist.engine.clock import StepSeconds
 from ppdist.engine.step_policy import StepResult
 from ppdist.engine.train_step import TrainStep
 
@@ -30,20 +31,6 @@ class TrainingRun:
     output_dir: Path
     done_steps: int
     total_steps: int
-
-
-class StepSeconds(NamedTuple):
-    """Where the time of a step went, on this rank.
-
-    Attributes:
-        wall: from the beginning to the end of the step.
-        compute: all of it but the waiting for other ranks in collectives.
-        data: of it, waiting for images.
-    """
-
-    wall: float
-    compute: float
-    data: float
 
 
 class Callback:

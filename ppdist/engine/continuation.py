@@ -2,16 +2,14 @@
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ppdist.common import files
 from ppdist.common.errors import CheckpointError, ConfigError
-from ppdist.common.job import CHANGE_NOTE, JOB_DIR_VARIABLE
+from ppdist.common.job import read_note, write_note
 from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.parse import parse_config
@@ -106,27 +104,3 @@ def _total(asked: str, base: float) -> float:
     if comm.local_rank() == 0:  # each host has a folder of its own
         write_note(_NOTE_FILE, total)
     return total
-
-
-def hosts_change() -> bool:
-    """Whether fleetrun stops this attempt only because hosts go or come.
-
-    Known on rank 0's host.
-    """
-    return bool(read_note(CHANGE_NOTE))
-
-
-def read_note(name: str) -> Any:
-    """Note of an earlier attempt of this job here, or None."""
-    folder = os.environ.get(JOB_DIR_VARIABLE)  # of fleetrun
-    return files.read_json(Path(folder) / name) if folder else None
-
-
-def write_note(name: str, content: Any) -> None:
-    """Notes something for the next attempt of this job.
-
-    Raises: OSError: the folder of the job cannot be written to.
-    """
-    folder = os.environ.get(JOB_DIR_VARIABLE)
-    if folder and Path(folder).is_dir():
-        files.replace_file(Path(folder) / name, json.dumps(content).encode())

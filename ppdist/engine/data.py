@@ -26,6 +26,7 @@ from ppdist.data.types import Batch, DetectionSet, ImageRecord, ImagesUnavailabl
 from ppdist.distributed import comm, heartbeat
 from ppdist.distributed.agreement import equal_ranks
 from ppdist.distributed.progress import Progress
+from ppdist.engine.parts import ClassScores
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.visualize import BatchPictures
 from ppdist.storage import files as storage
@@ -36,7 +37,6 @@ _PATHS_AT_ONCE = 10_000  # per chunk: a list of millions would take hundreds of 
 # Of the training images, that may turn out bad: more are no accident, but a copy that broke off.
 BAD_SHARE = 0.001
 _SHOWN = 20  # images of the blocklist in a message
-ClassScores = Sequence[float | None]  # AP of each class; None if the set has no object of it
 
 
 def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:

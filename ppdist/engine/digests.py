@@ -7,12 +7,11 @@ Rank 0 notes those of its run with the job.  The host that comes back makes its 
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from ppdist.common.files import digest_of_text, replace_file
-from ppdist.common.job import DIGESTS_NOTE, MIN_HOSTS_VARIABLE
+from ppdist.common.job import DIGESTS_NOTE, MIN_HOSTS_VARIABLE, write_note
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.types import DetectionSet
-from ppdist.engine.continuation import write_note
 from ppdist.engine.data import fingerprint, read_unshared
 from ppdist.engine.preflight import digests_of_code, flat_config, inputs_of, versions
 from ppdist.storage import addresses
@@ -22,7 +21,9 @@ from ppdist.storage.retry import unavailable
 Digests = dict[str, str]  # by part, such as `config data.root`
 
 
-def note_digests(config: Any, train_set: DetectionSet, val_set: DetectionSet | None) -> None:
+def note_digests(
+    config: ExperimentConfig, train_set: DetectionSet, val_set: DetectionSet | None
+) -> None:
     """Notes the digests of a run that goes on without lost hosts, on rank 0's host.
 
     Args: config: as it was given, before anything was resolved.
@@ -31,7 +32,7 @@ def note_digests(config: Any, train_set: DetectionSet, val_set: DetectionSet | N
         write_note(DIGESTS_NOTE, _digests(config, train_set, val_set))
 
 
-def write_digests(file: Path, config: Any, *, evaluate: bool, fitted: bool) -> None:
+def write_digests(file: Path, config: ExperimentConfig, *, evaluate: bool, fitted: bool) -> None:
     """Writes the digests of this host.
 
     Args:
@@ -49,7 +50,9 @@ def write_digests(file: Path, config: Any, *, evaluate: bool, fitted: bool) -> N
     replace_file(file, json.dumps(digests).encode())
 
 
-def _digests(config: Any, train_set: DetectionSet, val_set: DetectionSet | None) -> Digests:
+def _digests(
+    config: ExperimentConfig, train_set: DetectionSet, val_set: DetectionSet | None
+) -> Digests:
     parts = {"version": versions(), "code": digests_of_code(), "config": flat_config(config)}
     facts = {
         f"{part} {name}": value for part, items in parts.items() for name, value in items.items()

@@ -5,11 +5,10 @@ import math
 import traceback
 from pathlib import Path
 
-from ppdist.common.run_log import RunLog
 from ppdist.config.train import EarlyStoppingConfig
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.early_stopping import EarlyStopping
-from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
+from ppdist.engine.parts import TrainEvaluator, TrainLog
 from ppdist.engine.state import TrainState, copy_into
 from ppdist.engine.step_policy import weights_to_evaluate
 from ppdist.engine.stopping import StopRequest
@@ -31,12 +30,12 @@ class Evaluations:
 
     def __init__(
         self,
-        evaluator: Evaluator | ClassificationEvaluator | None,
+        evaluator: TrainEvaluator | None,
         model: ImageModel,
         metric: str | None,
         every: int,
         stopping: EarlyStoppingConfig | None,
-        log: RunLog,
+        log: TrainLog,
     ) -> None:
         """Args: metric: its highest value is the best; None: the evaluator's first."""
         self.evaluator = evaluator

@@ -30,6 +30,7 @@ from ppdist.data.types import Batch, DetectionSet, SampleKey
 from ppdist.distributed import comm
 from ppdist.distributed.comm import evaluate_on_all_ranks
 from ppdist.distributed.progress import Progress
+from ppdist.engine.parts import EvaluationStopped
 from ppdist.losses.base import Loss
 from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.analysis import analyse, count_duplicates, left_out_line, scored_images
@@ -49,10 +50,6 @@ _LOGGER = logging.getLogger("ppdist")
 _DRAWN_SCORE = 0.3  # predictions below it are not drawn
 _SEEN = -1  # instead of a class: the row only marks the image as seen
 _STOPPED = -1  # instead of an image's position: the rank was asked to stop
-
-
-class EvaluationStopped(Exception):
-    """A rank was asked to stop; raised on all ranks."""
 
 
 def _never() -> bool:

@@ -2,8 +2,6 @@
 
 import logging
 import os
-import resource
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,10 +16,11 @@ from ppdist.common.job import MIN_HOSTS_VARIABLE
 from ppdist.common.records import loss_text
 from ppdist.common.run_log import RunLog
 from ppdist.distributed import comm, device, heartbeat
-from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
+from ppdist.engine.callbacks import Callback, TrainingRun
+from ppdist.engine.clock import StepSeconds
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.engine.step_policy import StepResult
-from ppdist.engine.step_sums import StepSums, mean
+from ppdist.engine.step_sums import EpochMeans, StepSums, mean
 from ppdist.engine.visualize import write_validation
 
 _LOGGER = logging.getLogger("ppdist.engine")
@@ -31,21 +30,6 @@ _WINDOW = 15  # steps per comparison of ranks
 _SLOW = 1.43  # times as long as the others: a score of 0.7
 _MOST_SPEEDS = 16  # in a readable line
 _TABLE_WIDTH, _ETA_WIDTH = 80, 7  # columns
-
-
-class Stopwatch:
-    """Measures a step's time, from construction until `stop`."""
-
-    def __init__(self) -> None:
-        self._began, self._waited = time.perf_counter(), heartbeat.waited_seconds()
-
-    def stop(self, data_seconds: float) -> StepSeconds:
-        """Ends the step's time measurement.
-
-        Args: data_seconds: spent waiting for images.
-        """
-        wall = time.perf_counter() - self._began
-        return StepSeconds(wall, wall - (heartbeat.waited_seconds() - self._waited), data_seconds)
 
 
 class HeartbeatCallback(Callback):
@@ -168,58 +152,6 @@ def _micro_batch_seconds(steps: Sequence[_Step]) -> float:
     return sum(each.seconds.compute for each in there) / count if there else 0.0
 
 
-class EpochMeans(Callback):
-    """Collects an epoch's numbers: step means, evaluation results, speed."""
-
-    def __init__(self, steps_per_epoch: int) -> None:
-        self._steps_per_epoch = steps_per_epoch
-        self.restore(None, 0)
-
-    def restore(self, saved: StepSums | None, step: int) -> None:
-        """Continues the sums that the checkpoint of this step holds; None: it has none."""
-        self._sums = StepSums.resumed(saved, step, self._steps_per_epoch)
-        self._metrics: Mapping[str, float] = {}
-        self._began = time.monotonic() - self._sums.seconds
-
-    def sums(self) -> StepSums:
-        """Returns a copy of the sums so far, for a checkpoint."""
-        seconds = time.monotonic() - self._began
-        return self._sums.model_copy(update={"seconds": seconds}, deep=True)
-
-    def on_train_begin(self, run: TrainingRun) -> None:
-        self._total_steps = run.total_steps
-
-    def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
-        self._sums.add(result, seconds, lr, losses=result.applied)
-
-    def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
-        if self.ends(step):
-            self._metrics = metrics
-
-    def ends(self, step: int) -> bool:
-        """Returns True if an epoch, or the run, ends with this step and is still to be reported."""
-        whole = step % self._steps_per_epoch == 0 or step == self._total_steps
-        return whole and self._sums.applied > 0 and self._sums.reported != step
-
-    def take(self, step: int) -> tuple[int, dict[str, float]]:
-        """Number (from 1) and results of the epoch ending at this step."""
-        sums = self._sums
-        numbers = {
-            **sums.mean_losses(),
-            "lr": sums.lr,
-            "images_per_second": sums.images_per_second,
-            "data_share": sums.data_seconds / max(sums.wall_seconds, 1e-9),
-            "seconds": time.monotonic() - self._began,
-            "memory_gib": _memory(),
-            **self._metrics,
-            **({"partial": True} if sums.partial else {}),
-        }
-        self._metrics, sums.reported = {}, step
-        if step % self._steps_per_epoch == 0:  # else the run ends, and an extended one completes it
-            self._sums, self._began = StepSums(after=step), time.monotonic()
-        return -(-step // self._steps_per_epoch), numbers
-
-
 class EpochLogger(Callback):
     """Logs a table row and a metrics.jsonl line per epoch.
 
@@ -314,16 +246,6 @@ def _fitted(columns: list[_Column]) -> list[_Column]:
 
 def _score(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
-
-
-def _memory() -> float:
-    """Peak memory of this process in GiB.
-
-    On an accelerator, that of the card.
-    """
-    if device.on_accelerator():
-        return device.peak_allocated_bytes() / _GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
 
 
 class EvaluationLogger(Callback):

@@ -14,27 +14,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
 import paddle
 
 import ppdist
+from ppdist.common.code_digest import digests_of_package
 from ppdist.common.errors import ConfigError, LaunchError, WeightsError
-from ppdist.common.files import digest_of_file, digest_of_text
-from ppdist.common.job import MIN_HOSTS_VARIABLE, RUN_NOTE
+from ppdist.common.files import digest_of_file
+from ppdist.common.job import MIN_HOSTS_VARIABLE, RUN_NOTE, read_note
 from ppdist.common.process import unknown_paddle
 from ppdist.config import plugins
 from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.parse import flattened
 from ppdist.cpu.precision import BFLOAT16, Kernels
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import Facts, require_agreement
 from ppdist.distributed.store import interfaces
-from ppdist.engine.continuation import ANEW, AUTO, Continuation, read_note
+from ppdist.engine.continuation import ANEW, AUTO, Continuation
 from ppdist.models.model_card import require_fit
 from ppdist.models.weights import checkpoint_of, digest_of_weights
 from ppdist.models.zoo import entry_of, is_name, local_weights
@@ -47,7 +47,7 @@ _SUM_SECONDS = 60.0  # gloo itself gives up after 30
 
 
 def preflight(
-    config: Any,
+    config: ExperimentConfig,
     *,
     evaluate: bool,
     resume: Continuation = ANEW,
@@ -96,7 +96,7 @@ def preflight(
     return [unknown] if unknown else []
 
 
-def inputs_of(config: Any, *, evaluate: bool, anew: bool = False) -> list[Path]:
+def inputs_of(config: ExperimentConfig, *, evaluate: bool, anew: bool = False) -> list[Path]:
     """Files and folders that a run reads.
 
     Args:
@@ -117,7 +117,7 @@ def inputs_of(config: Any, *, evaluate: bool, anew: bool = False) -> list[Path]:
     return paths
 
 
-def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
+def wait_for_inputs(config: ExperimentConfig, *, evaluate: bool, anew: bool) -> None:
     """Waits for storage that an earlier attempt of the job read.  Collective.
 
     A host that took part in none makes nobody wait.
@@ -140,7 +140,7 @@ def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
     comm.run_on_all_ranks(lambda: comm.once_there(look, seconds))
 
 
-def check_precision(config: Any, kernels: Kernels = BFLOAT16) -> None:
+def check_precision(config: ExperimentConfig, kernels: Kernels = BFLOAT16) -> None:
     """Checks that this rank's device supports the configured precision.
 
     What a CPU computes is checked later with the model (`build.check_low_precision`).
@@ -257,12 +257,7 @@ def digests_of_code() -> Facts:
     """Digest of each file of the package, plugins and started script."""
     script = Path(sys.argv[0])
     started = {script.name: digest_of_file(script)} if script.is_file() else {}
-    return _digests_of_package() | _digests_of_plugins() | started
-
-
-def digest_of_package() -> str:
-    """Digest of all files of ppdist as of the first call."""
-    return digest_of_text(json.dumps(_digests_of_package()))
+    return digests_of_package() | _digests_of_plugins() | started
 
 
 def _digests_of_plugins() -> Facts:
@@ -292,16 +287,7 @@ def _places_of(name: str) -> list[Path]:
     return [Path(spec.origin)] if spec.has_location and spec.origin else []
 
 
-@cache
-def _digests_of_package() -> Facts:
-    package = Path(ppdist.__file__).parent
-    return {
-        f"ppdist/{path.relative_to(package).as_posix()}": digest_of_file(path)
-        for path in sorted(package.rglob("*.py"))
-    }
-
-
-def flat_config(config: Any) -> Facts:
+def flat_config(config: ExperimentConfig) -> Facts:
     """JSON by key path of keys that must match on all ranks."""
     facts = {
         key: json.dumps(value)
@@ -313,7 +299,7 @@ def flat_config(config: Any) -> Facts:
     return facts
 
 
-def _sources(config: Any) -> dict[str, Path]:
+def _sources(config: ExperimentConfig) -> dict[str, Path]:
     """The weights that a run reads where it starts, by key."""
     paths = {"model.pretrained": config.model.pretrained}
     if config.distill is not None:
@@ -395,7 +381,7 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
         timer.cancel()
 
 
-def keep_sources(config: Any, output_dir: Path) -> None:
+def keep_sources(config: ExperimentConfig, output_dir: Path) -> None:
     """Keeps a new run's inputs from being moved aside with old checkpoints.
 
     Raises: ConfigError: `model.pretrained` or the teacher is one of them.

@@ -9,6 +9,7 @@ from ppdist.common import process
 from ppdist.common.child import run_in_child
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.eta import PLOTTING
+from ppdist.common.job import hosts_change
 from ppdist.common.records import commands
 from ppdist.common.run_log import RunLog
 from ppdist.config.experiment import ExperimentConfig, changed, load_config
@@ -24,7 +25,7 @@ from ppdist.engine.build import (
     speed_up_cpu,
 )
 from ppdist.engine.callbacks import Callback
-from ppdist.engine.continuation import ANEW, Continuation, config_of_run, hosts_change
+from ppdist.engine.continuation import ANEW, Continuation, config_of_run
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.engine.recipe import (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from ppdist.common.errors import CheckpointError
 from ppdist.common.eta import SAVING
 from ppdist.common.files import is_lost, require_held
-from ppdist.common.run_log import RunLog
+from ppdist.common.job import note_saved
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.checkpoint import (
     CheckpointWriter,
@@ -16,7 +16,8 @@ from ppdist.engine.checkpoint import (
     set_aside,
 )
 from ppdist.engine.output_dirs import OutputDirs
-from ppdist.engine.state import TrainState, note_saved
+from ppdist.engine.parts import TrainLog
+from ppdist.engine.state import TrainState
 
 _LOGGER = logging.getLogger("ppdist.engine")
 
@@ -31,7 +32,7 @@ class Saving:
     """
 
     def __init__(
-        self, writer: CheckpointWriter, every: int, last: int, dirs: OutputDirs, log: RunLog
+        self, writer: CheckpointWriter, every: int, last: int, dirs: OutputDirs, log: TrainLog
     ) -> None:
         """
         Args:

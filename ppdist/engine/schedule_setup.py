@@ -1,35 +1,19 @@
 """Schedule setup: numbers that follow from config, data and ranks.
 
-`set_up_schedule` turns epochs and reference values into steps and rates; `advice` warns where
-published runs lost accuracy on many cards; `describe_run` writes what a run was beside its results.
+`set_up_schedule` turns epochs and reference values into steps and rates.
 """
 
-import json
 import math
-import os
-import platform
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import paddle
-
-from ppdist.common.child import output_of
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import digest_of_text, replace_file
 from ppdist.config.augment import AugmentConfig
-from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
-from ppdist.config.parse import flattened
-from ppdist.config.section import Section
 from ppdist.config.train import EMAConfig, MicroBatches
-from ppdist.distributed import comm, device
-from ppdist.engine.preflight import digests_of_code, versions
 from ppdist.optim.ema import Decay, Restart
 from ppdist.optim.lr_scheduler import (
-    LEAST_WARMUP_STEPS,
     MOST_WARMUP_GROWTH,
     LRScheduler,
     decay_factor,
@@ -38,16 +22,6 @@ from ppdist.optim.lr_scheduler import (
     rate_factor,
     warmup_images,
 )
-
-# Of `advice`:
-_LARGE_BATCH = 256  # where AGVM and MMYOLO, below, see detectors lose
-_MUCH_LARGER = 4.0  # times the reference: one machine to four in PaddleDetection's table
-# Images per card, for batch norm of its own.  That few on each of eight cards is the YOLOv5
-# recipe, where SyncBN is optional; it matters with fewer, and on more cards (its pull request 401).
-_FEW_IMAGES, _FEW_CARDS = 8, 8
-_UNSTABLE_WITHOUT_SYNC = 32  # the smallest total batch at which MegDet saw training fail
-_NOISE_SCALE = 450  # to try first: that of Mask R-CNN, by MLPerf's epochs
-_MORE = "docs/distributed.md"
 
 
 class Fact(NamedTuple):
@@ -352,152 +326,6 @@ def _scaled(config: OptimizerConfig, total_batch: int, reference_batch: int) -> 
     if config.lr_scaling != "none":
         decay *= decay_factor(ratio, factor)
     return config.model_copy(update={"lr": config.lr * factor, "weight_decay": decay})
-
-
-def advice(config: Any, schedule: ScheduleSetup) -> Iterator[str]:
-    """Warnings where published runs like this lost accuracy, with remedies.
-
-    docs/distributed.md (What the advice rests on) gives the source of each.  Evidence from
-    detectors does not count for classifiers.
-
-    Args: config: an ExperimentConfig.
-    """
-    detects, written = config.model.task == "detect", schedule.optimizer
-    world, batch, total = schedule.world, schedule.batch_size_per_card, schedule.total_batch
-    ratio, noise, rate = schedule.batch_ratio, written.noise_scale, schedule.scaled.lr
-    if world > 1 and written.reference_batch_size is None:
-        yield (
-            f"optimizer.reference_batch_size: null on {world} ranks: the learning rate stays "
-            f"{written.lr:g}, and nothing else adapts to the total batch of {total}; set it to the "
-            f"total batch that your values were tuned for: {total // world} if that was one card, "
-            f"{total} if it was this many ({_MORE})"
-        )
-    if ratio > 1 and written.lr_scaling == "none":
-        rule = "sqrt" if written.name == "adamw" else "linear"
-        yield (
-            f"optimizer.lr_scaling: none with {ratio:g} times the reference batch: the rate is too "
-            f"low for so many images a step; set optimizer.lr_scaling={rule} ({_MORE})"
-        )
-    elif ratio > 1 and detects and total >= _LARGE_BATCH and noise is None:
-        yield (
-            f"total batch {total}: the learning rate becomes {rate:g}, and detectors lose mAP with "
-            f"so many images a step; use fewer images a step, or limit the rate with "
-            f"optimizer.noise_scale={_NOISE_SCALE} ({_MORE})"
-        )
-    warmup, longer = schedule.lr_scheduler.warmup_steps, schedule.compensated_warmup
-    if ratio >= _MUCH_LARGER and longer > warmup:
-        yield (
-            f"schedule.warmup_compensation: none with {ratio:g} times the reference batch: large "
-            f"batches need a longer warm-up; set schedule.warmup_compensation=auto for "
-            f"{longer} steps instead of {warmup} ({_MORE})"
-        )
-    if detects and ratio >= _MUCH_LARGER and schedule.epoch_scale == 1:
-        yield (
-            f"{ratio:g} times the reference batch in {counted(schedule.epochs, 'epoch')}: large "
-            f"batches need more epochs for the same mAP; raise train.epochs, or set "
-            f"optimizer.noise_scale={_NOISE_SCALE} train.epochs_compensation=auto ({_MORE})"
-        )
-    if noise is not None and total > noise / 2:
-        yield (
-            f"total batch {total} is more than half of optimizer.noise_scale {noise:g}: the same "
-            f"accuracy needs {1 + total / noise:.2f} times as many images as with small batches; "
-            f"use fewer images a step, or more epochs ({_MORE})"
-        )
-    # Weights that have learned score after one epoch: 0.92 mAP50 in 9 steps of a set of one class.
-    if schedule.schedule_steps < LEAST_WARMUP_STEPS and config.model.pretrained is None:
-        yield (
-            f"{counted(schedule.schedule_steps, 'optimizer step')} "
-            f"{'is' if schedule.schedule_steps == 1 else 'are'} too few from random weights; start "
-            f"from pretrained weights (--weights, model.pretrained), or raise train.epochs"
-        )
-    pieces = schedule.batches.images if schedule.batches.spread else schedule.batches.count
-    if world > 1 and config.distributed.shares is not None and pieces <= world:
-        batch_key = "train.batch_size_per_card"
-        remedy = f"a larger {batch_key}"
-        if not schedule.batches.spread:
-            remedy = f"train.total_batch, and a smaller {batch_key}"
-        yield (
-            f"distributed.shares has no effect, as {world} ranks share "
-            f"{schedule.batches.told(1)}; set {remedy} ({_MORE})"
-        )
-    few = batch < _FEW_IMAGES or (batch == _FEW_IMAGES and world > _FEW_CARDS)
-    unstable = world > 1 and total >= _UNSTABLE_WITHOUT_SYNC and few
-    if detects and unstable and not config.train.sync_bn:
-        yield (
-            f"train.sync_bn: false with {batch} images per card and a total batch of {total}: "
-            f"trainings of this kind fail or lose mAP; set train.sync_bn=true ({_MORE})"
-        )
-
-
-def hyper_parameters(
-    model: ModelConfig, seed: int, schedule: ScheduleSetup
-) -> dict[str, float | str]:
-    """Values for VisualDL's hyperparameters page, which compares runs.
-
-    `settings` has all.  VisualDL takes no more than these seven and three metrics: with eleven
-    columns its view of parallel coordinates hangs (release 2.5.3, 1,440 pixels wide).
-    """
-    height, width = model.image_size
-    keys = type(model).model_fields  # a plugin's model may come in one size
-    return {
-        "model": " ".join(str(getattr(model, key)) for key in ("name", "size") if key in keys),
-        "image_size": f"{height} x {width}",
-        "total_batch": schedule.total_batch,
-        "lr": schedule.scaled.lr,
-        "weight_decay": schedule.scaled.weight_decay,
-        "epochs": schedule.total_steps / schedule.steps_per_epoch,
-        "seed": seed,
-    }
-
-
-def settings(config: Section) -> dict[str, str]:
-    """Every key as -o takes it, one line per section."""
-    texts: dict[str, list[str]] = {}
-    for key, value in flattened(config).items():
-        section = key.partition(".")[0] if "." in key else "run"
-        shown = value if isinstance(value, str) else json.dumps(value)
-        texts.setdefault(section, []).append(f"{key}={shown}")
-    return {section: ",  ".join(lines) for section, lines in texts.items()}
-
-
-def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None:
-    """Writes config.yml and environment.json; rank 0 only.
-
-    Raises: ConfigError: nothing can be written there.
-    """
-    environment = {
-        "command": command,
-        **versions(),
-        "cuda": paddle.version.cuda(),
-        "python": sys.version.split()[0],
-        "code": digest_of_text(json.dumps(digests_of_code())),  # also outside git
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "ranks": comm.world_size(),
-        "device": device.kind(),
-        "cards_on_this_host": device.card_count(),
-        "git_commit": _git_commit(),
-    }
-    text = json.dumps(environment, indent=1)
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(output_dir / "config.yml", config_yaml.encode())
-        replace_file(output_dir / "environment.json", text.encode())
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to {output_dir}: {error}",
-            code="folder_unwritable",
-            where="output_dir",
-        ) from error
-
-
-def _git_commit() -> str | None:
-    """Commit of the checkout this package runs from; None outside git."""
-    try:
-        said = output_of(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], 10)
-    except OSError:
-        return None
-    return said[1].strip() or None if said is not None else None
 
 
 def extension_note(schedule: ScheduleSetup, before_steps: int, step: int) -> str:

@@ -1,13 +1,18 @@
 """Sums over steps for the means of epochs and records; checkpoints hold them."""
 
 import math
-from typing import TYPE_CHECKING
+import resource
+import time
+from collections.abc import Mapping
 
 from pydantic import BaseModel, Field
 
-if TYPE_CHECKING:
-    from ppdist.engine.callbacks import StepSeconds
-    from ppdist.engine.step_policy import StepResult
+from ppdist.distributed import device
+from ppdist.engine.callbacks import Callback, TrainingRun
+from ppdist.engine.clock import StepSeconds
+from ppdist.engine.step_policy import StepResult
+
+_GIB = 1 << 30
 
 
 class StepSums(BaseModel):
@@ -54,7 +59,7 @@ class StepSums(BaseModel):
         return cls(after=step, partial=step != first)
 
     def add(
-        self, result: "StepResult", seconds: "StepSeconds", lr: float, *, losses: bool = True
+        self, result: StepResult, seconds: StepSeconds, lr: float, *, losses: bool = True
     ) -> None:
         """Adds a step.
 
@@ -88,3 +93,65 @@ def mean(total: float | None, count: int) -> float:
 
 def _plus(total: float | None, value: float) -> float | None:
     return None if total is None or not math.isfinite(total + value) else total + value
+
+
+class EpochMeans(Callback):
+    """Collects an epoch's numbers: step means, evaluation results, speed."""
+
+    def __init__(self, steps_per_epoch: int) -> None:
+        self._steps_per_epoch = steps_per_epoch
+        self.restore(None, 0)
+
+    def restore(self, saved: StepSums | None, step: int) -> None:
+        """Continues the sums that the checkpoint of this step holds; None: it has none."""
+        self._sums = StepSums.resumed(saved, step, self._steps_per_epoch)
+        self._metrics: Mapping[str, float] = {}
+        self._began = time.monotonic() - self._sums.seconds
+
+    def sums(self) -> StepSums:
+        """Returns a copy of the sums so far, for a checkpoint."""
+        seconds = time.monotonic() - self._began
+        return self._sums.model_copy(update={"seconds": seconds}, deep=True)
+
+    def on_train_begin(self, run: TrainingRun) -> None:
+        self._total_steps = run.total_steps
+
+    def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
+        self._sums.add(result, seconds, lr, losses=result.applied)
+
+    def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
+        if self.ends(step):
+            self._metrics = metrics
+
+    def ends(self, step: int) -> bool:
+        """Returns True if an epoch, or the run, ends with this step and is still to be reported."""
+        whole = step % self._steps_per_epoch == 0 or step == self._total_steps
+        return whole and self._sums.applied > 0 and self._sums.reported != step
+
+    def take(self, step: int) -> tuple[int, dict[str, float]]:
+        """Number (from 1) and results of the epoch ending at this step."""
+        sums = self._sums
+        numbers = {
+            **sums.mean_losses(),
+            "lr": sums.lr,
+            "images_per_second": sums.images_per_second,
+            "data_share": sums.data_seconds / max(sums.wall_seconds, 1e-9),
+            "seconds": time.monotonic() - self._began,
+            "memory_gib": _memory(),
+            **self._metrics,
+            **({"partial": True} if sums.partial else {}),
+        }
+        self._metrics, sums.reported = {}, step
+        if step % self._steps_per_epoch == 0:  # else the run ends, and an extended one completes it
+            self._sums, self._began = StepSums(after=step), time.monotonic()
+        return -(-step // self._steps_per_epoch), numbers
+
+
+def _memory() -> float:
+    """Peak memory of this process in GiB.
+
+    On an accelerator, that of the card.
+    """
+    if device.on_accelerator():
+        return device.peak_allocated_bytes() / _GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB

@@ -11,22 +11,15 @@ from dataclasses import dataclass
 
 from ppdist.common.errors import CheckpointError, StorageError
 from ppdist.common.eta import EVALUATION
+from ppdist.common.job import hosts_change
 from ppdist.common.process import STOPPED
-from ppdist.common.run_log import RunLog
 from ppdist.data.types import Batch
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.callbacks import Callback, TrainingRun
-from ppdist.engine.clock import Clock
-from ppdist.engine.continuation import hosts_change
-from ppdist.engine.data import BatchSource, Blocklist
+from ppdist.engine.clock import Clock, Stopwatch
 from ppdist.engine.early_stopping import LossCurves
 from ppdist.engine.evaluation import Evaluations
-from ppdist.engine.evaluator import EvaluationStopped
-from ppdist.engine.monitor import (
-    EpochMeans,
-    MetricsLogger,
-    Stopwatch,
-)
+from ppdist.engine.parts import EvaluationStopped, Sums, TrainData, TrainLog
 from ppdist.engine.run_policy import Next, RunPolicy
 from ppdist.engine.saving import Saving
 from ppdist.engine.schedule_setup import ScheduleSetup
@@ -37,6 +30,7 @@ from ppdist.engine.state import (
     restore_state,
 )
 from ppdist.engine.step_policy import StepResult, Verdict
+from ppdist.engine.step_sums import EpochMeans
 from ppdist.engine.stopping import StopRequest, listen
 from ppdist.engine.train_step import TrainStep
 
@@ -51,21 +45,20 @@ class TrainingParts:
         batch_source: this rank's micro-batches.
         policies: asked after each step in this order, until one repeats it or goes back.
         stop: a request of this process.
-        epoch_means, metrics_logger: of the callbacks those whose sums a checkpoint holds.
+        epoch_means, record_sums: of the callbacks those whose sums a checkpoint holds.
         callbacks: called at each moment in this order.
     """
 
     train_step: TrainStep
-    batch_source: BatchSource
+    batch_source: TrainData
     policies: Sequence[RunPolicy]
     stop: StopRequest
-    bad_images: Blocklist
     schedule: ScheduleSetup
     evaluations: Evaluations
     saving: Saving
-    log: RunLog
+    log: TrainLog
     epoch_means: EpochMeans
-    metrics_logger: MetricsLogger
+    record_sums: Sums
     callbacks: Sequence[Callback]
 
 
@@ -75,10 +68,10 @@ class Trainer:
     def __init__(self, parts: TrainingParts) -> None:
         self.train_step, self.batch_source = parts.train_step, parts.batch_source
         self.policies, self.stop = parts.policies, parts.stop
-        self.bad_images, self.schedule = parts.bad_images, parts.schedule
+        self.schedule = parts.schedule
         self.evaluations, self.saving = parts.evaluations, parts.saving
         self.log, self.callbacks = parts.log, [*parts.callbacks]
-        self.epoch_means, self.metrics_logger = parts.epoch_means, parts.metrics_logger
+        self.epoch_means, self.record_sums = parts.epoch_means, parts.record_sums
         self.state = TrainState()
         self._steps: Iterator[Iterator[Batch]] = iter(())
 
@@ -171,7 +164,7 @@ class Trainer:
 
     def _restore_sums(self) -> None:
         self.epoch_means.restore(self.state.epoch_sums, self.state.step)
-        self.metrics_logger.restore(self.state.record_sums, self.state.step)
+        self.record_sums.restore(self.state.record_sums, self.state.step)
 
     def _ask_to_stop(self) -> None:
         self.stop.made = True
@@ -362,8 +355,6 @@ class Trainer:
 
     def _capture(self) -> Snapshot:
         """Copies everything a run resumes from.  Collective."""
-        if self.state.run is not None:
-            self.state.run.bad_images = self.bad_images.known
         self.state.epoch_sums = self.epoch_means.sums()
-        self.state.record_sums = self.metrics_logger.sums()
+        self.state.record_sums = self.record_sums.sums()
         return capture_state(self.train_step, self.state, self.schedule)

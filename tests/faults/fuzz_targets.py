@@ -646,7 +646,7 @@ def make_checkpoint(rng: Rng) -> Files:
 def read_a_checkpoint(folder: Path, files: Files) -> str:
     from ppdist.engine.continuation import Continuation
     from ppdist.engine.output_dirs import OutputDirs
-    from ppdist.engine.state import find_start
+    from ppdist.engine.resume import find_start
 
     config = demo()
     step = folder / "checkpoints" / "step-00000040"

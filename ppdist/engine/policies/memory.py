@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ppdist.common.errors import ConfigError, is_out_of_memory
+from ppdist.common.job import read_note, write_note
 from ppdist.common.run_log import RunLog
 from ppdist.data.types import Arrays, Batch
 from ppdist.distributed import comm, device
-from ppdist.engine.continuation import read_note, write_note
 from ppdist.engine.data import BatchSource
 from ppdist.engine.run_policy import Next, RunPolicy
 from ppdist.engine.state import TrainState

@@ -27,10 +27,11 @@ from ppdist.engine.auto_batch import (
     shared_batch,
 )
 from ppdist.engine.build import build_schedule_setup
+from ppdist.engine.changes import Change
 from ppdist.engine.checkpoint import Snapshot
 from ppdist.engine.continuation import ANEW, Continuation
 from ppdist.engine.output_dirs import OutputDirs
-from ppdist.engine.state import Change, Start, resumed_micro_batches
+from ppdist.engine.resume import Start, resumed_micro_batches
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.unit.engine.runs import run_to_end
@@ -269,7 +270,7 @@ def test_resumed_run_keeps_its_micro_batches(
 
     def resumed(changed=False, follows=False):
         of_step = [Change(f"train.{key}", "then", "now") for key in typed]
-        start = replace(NEW, asked=Continuation(changed=changed), of_step=of_step, notes=[])
+        start = replace(NEW, continuation=Continuation(changed=changed), of_step=of_step, notes=[])
         start.snapshot, start.warnings = Snapshot(4, {}, state), []
         return resumed_micro_batches(start, config.train, follows), start
 

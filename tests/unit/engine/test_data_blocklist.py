@@ -41,8 +41,8 @@ def train(folder: Path, output_dir: Path, *overrides: str) -> tuple[str, int]:
         try:
             experiment.trainer.fit()
         except DataError as error:
-            return str(error), len(experiment.trainer.bad_images.known)
-    return "", len(experiment.trainer.bad_images.known)
+            return str(error), len(experiment.trainer.state.run.bad_images)
+    return "", len(experiment.trainer.state.run.bad_images)
 
 
 def on_a_rank(argument):

@@ -10,9 +10,11 @@ import pytest
 
 from ppdist.common.errors import UserError
 from ppdist.common.records import read_metrics
-from ppdist.engine.callbacks import StepSeconds, TrainingRun
-from ppdist.engine.monitor import EpochLogger, EpochMeans
+from ppdist.engine.callbacks import TrainingRun
+from ppdist.engine.clock import StepSeconds
+from ppdist.engine.monitor import EpochLogger
 from ppdist.engine.step_policy import StepResult, Verdict
+from ppdist.engine.step_sums import EpochMeans
 from tests.distributed import run_on_ranks
 from tests.unit.engine.runs import build_run
 from tests.unit.engine.tiny import FASTEST, step_result

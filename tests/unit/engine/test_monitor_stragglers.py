@@ -8,12 +8,8 @@ import pytest
 
 from ppdist.common.job import MIN_HOSTS_VARIABLE
 from ppdist.distributed import comm, heartbeat
-from ppdist.engine.callbacks import StepSeconds
-from ppdist.engine.monitor import (
-    HeartbeatCallback,
-    Stopwatch,
-    StragglerMonitor,
-)
+from ppdist.engine.clock import StepSeconds, Stopwatch
+from ppdist.engine.monitor import HeartbeatCallback, StragglerMonitor
 from tests.distributed import run_on_ranks
 from tests.unit.engine.tiny import init_cpu, step_result
 

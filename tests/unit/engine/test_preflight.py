@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ppdist.common.errors import UserError
-from ppdist.common.job import JOB_DIR_VARIABLE, MIN_HOSTS_VARIABLE, RUN_NOTE
+from ppdist.common.job import JOB_DIR_VARIABLE, MIN_HOSTS_VARIABLE, RUN_NOTE, write_note
 from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
 from ppdist.config.parse import flattened
 from ppdist.data.datasets.build import read_split
@@ -22,7 +22,6 @@ from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import require_agreement
 from ppdist.engine import preflight as module
-from ppdist.engine.continuation import write_note
 from ppdist.engine.data import require_same_data
 from ppdist.engine.preflight import check_shares, flat_config, preflight, within
 from ppdist.storage import retry

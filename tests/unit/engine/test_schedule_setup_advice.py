@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from ppdist.config.experiment import load_config
-from ppdist.engine.schedule_setup import advice, set_up_schedule
+from ppdist.engine.advice import advice
+from ppdist.engine.schedule_setup import set_up_schedule
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SIZES = {

@@ -17,14 +17,15 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.config.experiment import load_config
 from ppdist.config.train import MicroBatches
 from ppdist.distributed import comm
-from ppdist.engine import state as module
+from ppdist.engine import resume as module
 from ppdist.engine.build import build_training
 from ppdist.engine.callbacks import Callback
+from ppdist.engine.changes import changes, require_same_settings
 from ppdist.engine.checkpoint import path_of, read_checkpoint
 from ppdist.engine.continuation import AUTO, Continuation
-from ppdist.engine.evaluator import EvaluationStopped, Evaluator
+from ppdist.engine.evaluator import Evaluator
 from ppdist.engine.output_dirs import OutputDirs
-from ppdist.engine.state import changes, require_same_settings
+from ppdist.engine.parts import EvaluationStopped
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.unit.engine.runs import assert_same_checkpoint, build_run, records, run_to_end
@@ -319,7 +320,7 @@ def test_ranks_keep_micro_batches_of_an_older_checkpoint(
     old = {**found.state, "world": 2, "total_batch": 16}  # 2 x 4 x 2
     del old["micro_batch"], old["sync_bn"]
     checkpoint = replace(found, state=old)
-    monkeypatch.setattr(module, "_asked_for", lambda asked: (checkpoint, []))
+    monkeypatch.setattr(module, "_named_checkpoint", lambda source: (checkpoint, []))
     settings = [*OVERRIDES, "train.max_steps=5", f"train.sync_bn={json.dumps(sync_bn)}"]
     config = tiny_config(shapes, settings, FASTEST)
     asked = Continuation(five_steps, changed=True)
@@ -337,10 +338,8 @@ def test_config_of_other_version_is_shown_unguessed(tmp_path):
     (tmp_path / "config.yml").write_text("data: {root: here}\nno_such_key: 1\n")
     config = tiny_config(tmp_path)
     with raises("config_of_other_version"):
-        require_same_settings(tmp_path, config, by_scores=False, asked=Continuation())
-    assert require_same_settings(
-        tmp_path, config, by_scores=False, asked=Continuation(changed=True)
-    ).learned
+        require_same_settings(tmp_path, config, Continuation())
+    assert require_same_settings(tmp_path, config, Continuation(changed=True)).learned
 
 
 def test_auto_means_output_dir_with_checkpoint(shapes, five_steps, tmp_path):

@@ -5,7 +5,7 @@ import json
 import math
 
 from ppdist.common.records import MetricRecords
-from ppdist.engine.callbacks import StepSeconds
+from ppdist.engine.clock import StepSeconds
 from ppdist.engine.step_sums import StepSums
 from ppdist.metrics.run import history
 from tests.unit.engine.runs import build_run, records, spoil

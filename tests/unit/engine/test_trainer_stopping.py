@@ -12,7 +12,7 @@ from ppdist.common.signals import STOP_SIGNALS
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.engine import stopping
-from ppdist.engine.evaluator import EvaluationStopped
+from ppdist.engine.parts import EvaluationStopped
 from tests.distributed import run_on_ranks
 from tests.unit.engine.oracle import IMAGES, Oracle, evaluator, five_images
 from tests.unit.launch.hosts import ROOT

@@ -1,0 +1,96 @@
+"""Changes of settings: what differs between a run and the checkpoint that it resumes from."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from ppdist.common.errors import CheckpointError, ConfigError
+from ppdist.config.experiment import ExperimentConfig
+from ppdist.config.parse import flattened, on_resume, parse_config
+from ppdist.config.section import OnResume, Section
+from ppdist.engine.continuation import Continuation
+
+
+class Change(NamedTuple):
+    """A changed key, and both values as JSON; `absent` if missing."""
+
+    key: str
+    then: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.then} then, {self.now} now"
+
+
+@dataclass
+class Changes:
+    """Keys that differ from a checkpoint, by consequence."""
+
+    free: list[Change] = field(default_factory=list)  # none
+    scores: list[Change] = field(default_factory=list)  # scores are no longer comparable
+    learned: list[Change] = field(default_factory=list)  # training changes
+    step: list[Change] = field(default_factory=list)  # by the micro-batches that come of them
+
+
+def changes(then: Section, now: Section, by_scores: bool) -> Changes:
+    """Compares two configurations key by key.
+
+    Args: by_scores: the order of images follows the scores of evaluations.
+    """
+    result = Changes()
+    before, after = flattened(then), flattened(now)
+    for key in sorted(before | after):
+        values = [json.dumps(keys[key]) if key in keys else "absent" for keys in (before, after)]
+        if values[0] == values[1]:
+            continue
+        note = on_resume(now, key) or on_resume(then, key)
+        if note is OnResume.STEP:
+            kind = result.step
+        elif note is None or (by_scores and note is not OnResume.FREE):
+            kind = result.learned
+        else:
+            kind = result.scores if note is OnResume.SCORES else result.free
+        kind.append(Change(key, *values))
+    return result
+
+
+def require_same_settings(
+    checkpoint: Path, config: ExperimentConfig, continuation: Continuation
+) -> Changes:
+    """Compares the configuration with that of a checkpoint.
+
+    Raises: CheckpointError: keys that affect training differ; it lists them.
+    """
+    file = checkpoint / "config.yml"
+    try:
+        then = parse_config(file, (), type(config))
+    except ConfigError as error:
+        if continuation.changed:
+            return Changes(learned=[Change("(all keys)", "not of this version", "as they are")])
+        raise CheckpointError(
+            f"--resume: {file} cannot be compared with the current configuration, because another "
+            f"version wrote it: {error}",
+            code="config_of_other_version",
+            fix="add --resume-changed to resume with the current one",
+        ) from error
+    result = changes(then, config, config.data.sampling.name == "difficulty")
+    if continuation.extends:
+        result.learned = [change for change in result.learned if change.key != "train.epochs"]
+    if result.learned and not continuation.changed:
+        lines = "\n".join(f"  {change}" for change in result.learned)
+        raise CheckpointError(
+            f"--resume: {checkpoint} was trained with other settings that affect training:\n"
+            f"{lines}\n"
+            f"restore the old values ({file}), or add --resume-changed: the run then continues at "
+            "the same step with all new values, and the learning rate jumps if the schedule has "
+            "another length; to change only the epochs: `ppdist train --resume RUN --epochs N`",
+            code="config_changed",
+        )
+    return result
+
+
+def listed(rows: Sequence[Change]) -> str:
+    """Writes changes in one line."""
+    return "; ".join(map(str, rows))
