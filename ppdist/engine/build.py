@@ -97,10 +97,12 @@ from ppdist.models.base import ImageModel, freeze, freezing
 from ppdist.models.complexity import Complexity, complexity
 from ppdist.models.model_card import ModelCard, card_of, names_for, origin, read_card
 from ppdist.models.weights import LoadReport, load_weights
+from ppdist.optim.compression import build_exchange, last_step
 from ppdist.optim.ema import EMA
-from ppdist.optim.exchange import Exchange, build_exchange, last_step
+from ppdist.optim.exchange import Exchange
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay, parameter_group_lines
-from ppdist.optim.updater import ShardedUpdater, Updater
+from ppdist.optim.sharded_updater import ShardedUpdater
+from ppdist.optim.updater import Updater
 
 _LOST_HOST_SECONDS = 120.0  # NFS gives its locks back after 90
 # The losses of our models, by `model.name`; the models are in ppdist/models/build.py.

@@ -22,8 +22,7 @@ from ppdist.config.distill import BoxesConfig, DistillConfig, FeaturesConfig, Lo
 from ppdist.config.parse import parse_config
 from ppdist.cpu.switch import is_on_onednn, self_check, use_onednn
 from ppdist.distributed import comm
-from ppdist.losses.base import Loss, LossOutput
-from ppdist.losses.distillation import Teaching, Term
+from ppdist.losses.base import Loss, LossOutput, Teaching, Term
 from ppdist.models.base import Detector
 from ppdist.models.build import build_model
 from ppdist.models.model_card import require_classes_of

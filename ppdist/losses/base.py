@@ -5,9 +5,22 @@ from typing import Any, NamedTuple
 import paddle
 from paddle import Tensor, nn
 
-from ppdist.losses.distillation import Teaching
-
 NOMINAL_BATCH = 64  # images of a step that the recipes' learning rates are for
+
+
+class Term(NamedTuple):
+    """One loss: its weight, and the temperature of the logits."""
+
+    weight: float
+    temperature: float
+
+
+class Teaching(NamedTuple):
+    """Which losses a student has; None: not this one."""
+
+    logits: Term | None
+    features: Term | None
+    boxes: Term | None
 
 
 class LossOutput(NamedTuple):

@@ -4,26 +4,9 @@ Pure functions of two tensors of the same shape, student first; the gradient flo
 alone.  All sums are left undivided: `Loss.distil` of a detector knows by what.
 """
 
-from typing import NamedTuple
-
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
-
-
-class Term(NamedTuple):
-    """One loss: its weight, and the temperature of the logits."""
-
-    weight: float
-    temperature: float
-
-
-class Teaching(NamedTuple):
-    """Which losses a student has; None: not this one."""
-
-    logits: Term | None
-    features: Term | None
-    boxes: Term | None
 
 
 def quality_distillation(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:

@@ -18,10 +18,9 @@ from ppdist.losses.assigners import (
     take_boxes,
     task_aligned_assigner,
 )
-from ppdist.losses.base import NOMINAL_BATCH, Loss, LossOutput, with_terms
+from ppdist.losses.base import NOMINAL_BATCH, Loss, LossOutput, Teaching, with_terms
 from ppdist.losses.boxes import aligned_giou
 from ppdist.losses.distillation import (
-    Teaching,
     features_distillation,
     localisation_distillation,
     quality_distillation,

@@ -18,10 +18,9 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from ppdist.config.loss import RTDETRLossConfig
-from ppdist.losses.base import NOMINAL_BATCH, Loss, LossOutput, with_terms
+from ppdist.losses.base import NOMINAL_BATCH, Loss, LossOutput, Teaching, with_terms
 from ppdist.losses.boxes import aligned_giou, aligned_iou, cxcywh_to_xyxy, xyxy_to_cxcywh
 from ppdist.losses.distillation import (
-    Teaching,
     features_distillation,
     localisation_distillation,
     quality_distillation,

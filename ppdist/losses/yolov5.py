@@ -14,15 +14,9 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from ppdist.config.loss import YOLOv5LossConfig
-from ppdist.losses.base import NOMINAL_BATCH, Loss, LossOutput, with_terms
+from ppdist.losses.base import NOMINAL_BATCH, Loss, LossOutput, Teaching, Term, with_terms
 from ppdist.losses.boxes import aligned_ciou, aligned_giou, cxcywh_to_xyxy
-from ppdist.losses.distillation import (
-    Teaching,
-    Term,
-    features_distillation,
-    where_sure,
-    yes_or_no_distillation,
-)
+from ppdist.losses.distillation import features_distillation, where_sure, yes_or_no_distillation
 from ppdist.models.outputs import YOLOv5Outputs
 
 CELLS = 3  # an object falls to its own cell and to one neighbour in x and one in y

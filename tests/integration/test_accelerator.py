@@ -25,11 +25,12 @@ from ppdist.engine.step_policy import StepResult
 from ppdist.engine.train_step import StepSettings, TrainStep
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
+from ppdist.optim.compression import build_exchange
 from ppdist.optim.ema import EMA
-from ppdist.optim.exchange import build_exchange
 from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import build_optimizer
-from ppdist.optim.updater import ShardedUpdater, Updater
+from ppdist.optim.sharded_updater import ShardedUpdater
+from ppdist.optim.updater import Updater
 from tests.accelerator import plugin
 from tests.distributed import run_on_ranks
 from tests.once import for_all_workers

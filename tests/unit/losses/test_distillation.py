@@ -7,11 +7,9 @@ import paddle
 import pytest
 
 from ppdist.config.loss import PPYOLOELossConfig
-from ppdist.losses.base import LossOutput
+from ppdist.losses.base import LossOutput, Teaching, Term
 from ppdist.losses.distillation import (
     SURE,
-    Teaching,
-    Term,
     channel_wise_distillation,
     localisation_distillation,
     quality_distillation,

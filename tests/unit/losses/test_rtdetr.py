@@ -8,9 +8,8 @@ import paddle.nn.functional as F
 import pytest
 
 from ppdist.config.loss import RTDETRLossConfig
-from ppdist.losses.base import LossOutput
+from ppdist.losses.base import LossOutput, Teaching, Term
 from ppdist.losses.boxes import aligned_giou, aligned_iou, cxcywh_to_xyxy, xyxy_to_cxcywh
-from ppdist.losses.distillation import Teaching, Term
 from ppdist.losses.matcher import Truth, hungarian_matcher, matching_cost
 from ppdist.losses.rtdetr import DDF_TEMPERATURE, RTDETRLoss, fine_grained_localization_loss
 from ppdist.models.outputs import BINS, Denoised, Refined, RTDETROutputs

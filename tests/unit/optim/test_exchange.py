@@ -11,13 +11,8 @@ from ppdist.common.errors import ConfigError
 from ppdist.distributed import comm
 from ppdist.distributed.store import sent_bytes
 from ppdist.engine.preflight import check_precision
-from ppdist.optim.exchange import (
-    Exchange,
-    LowPrecision,
-    PowerSGD,
-    TopKSparsify,
-    float16_scale,
-)
+from ppdist.optim.compression import LowPrecision, PowerSGD, TopKSparsify, float16_scale
+from ppdist.optim.exchange import Exchange
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.unit.engine.tiny import (

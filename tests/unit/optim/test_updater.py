@@ -1,6 +1,6 @@
 """Shares of the optimizer's state."""
 
-from ppdist.optim.updater import share_out
+from ppdist.optim.sharded_updater import share_out
 
 
 def test_share_out_balances_parameter_sizes():
