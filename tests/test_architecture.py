@@ -164,6 +164,18 @@ def test_what_a_part_imports_stays_small(module: str) -> None:
     assert len(modules) <= most_files and lines <= most_lines, sorted(modules)
 
 
+def test_three_steps_of_a_trainer_alone_load_few_modules(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "tests.unit.engine.trainer_alone", str(tmp_path)]
+    done = subprocess.run(
+        program, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=120
+    )
+    modules = [name for name in done.stdout.split() if name != "ppdist"]
+    without = ("cli", "export", "launch", "losses", "metrics", "models", "storage", "viz")
+    of_parts = {name for name in modules if folder(name) in (*without, "data")}
+    assert of_parts <= reached("ppdist.engine.train_step") | {"ppdist.storage.retry"}
+    assert len(modules) <= 75, modules
+
+
 @pytest.mark.parametrize("of", ["modules", "folders"])
 def test_nothing_imports_itself_in_a_circle(of: str) -> None:
     graph: dict[str, set[str]] = {}
