@@ -238,16 +238,9 @@ def add_data(
     parser.add_argument("data", nargs="?", metavar="DATA", help="a data.yaml or a folder")
     add_config(parser, required=False, config=config)
     if recipe is not None:
-        add_model(parser, f"with DATA: the recipe that reads it ({recipe})")
+        what = f"with DATA: the recipe that reads it ({recipe})"
+        parser.add_argument("--model", metavar="NAME", help=what)
         parser.set_defaults(recipe=recipe)
-
-
-def add_model(parser: Any, what: str) -> None:
-    """Adds --model.
-
-    Args: parser: or a group of its options.
-    """
-    parser.add_argument("--model", metavar="NAME", help=what)
 
 
 def require_one_source(arguments: argparse.Namespace, command: str, model: str = "") -> None:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from ppdist.cli import (
     RECIPE,
     add_config,
-    add_model,
     command_line,
     parser_of,
     print_table,
@@ -30,14 +29,13 @@ from ppdist.cli import (
 )
 from ppdist.common.arguments import at_least
 from ppdist.common.errors import ConfigError
-from ppdist.common.job import launched_rank
+from ppdist.common.job import launched_rank, launched_ranks
 from ppdist.common.limits import require_limits
 from ppdist.common.process import say
 from ppdist.common.signals import hold_signals
 
 if TYPE_CHECKING:
     from ppdist.engine.callbacks import Callback
-    from ppdist.engine.recipe import TrainOptions
     from ppdist.engine.run import TrainingPlan
 
 
@@ -46,7 +44,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("data", nargs="?", metavar="DATA", help="a data.yaml or a folder")
     add_config(parser, required=False)
     fitted = parser.add_argument_group("with DATA (with -c these are keys of the configuration)")
-    add_model(fitted, "a shipped recipe: ppyoloe_plus_s, yolov5n, ... (ppdist config list)")
+    fitted.add_argument(
+        "--model", metavar="NAME",
+        help="a shipped recipe: ppyoloe_plus_s, yolov5n, ... (ppdist config list)",
+    )  # fmt: skip
     fitted.add_argument("--epochs", type=_epochs, metavar="N|+N",
                         help="passes over the training images (default: depends on their number); "
                         "with --resume RUN: the new total, or +N more")  # fmt: skip
@@ -126,7 +127,8 @@ _FITTED = {
 
 def _check_source(arguments: argparse.Namespace) -> None:
     """DATA with its options, -c, or --resume RUN alone.  Raises: ConfigError."""
-    if goes_on(arguments):
+    word = arguments.resume
+    if word and word != "auto" and not (arguments.data or arguments.config):  # a run to continue
         given = [name for name in _FITTED if name != "epochs" and getattr(arguments, name)]
         if given:
             raise ConfigError(
@@ -170,12 +172,6 @@ def _options(names: Sequence[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
-def goes_on(arguments: argparse.Namespace) -> bool:
-    """Whether --resume names a run to continue."""
-    word = arguments.resume
-    return bool(word) and word != "auto" and not (arguments.data or arguments.config)
-
-
 def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -> int:
     """Trains on this rank; returns the exit code.
 
@@ -185,17 +181,26 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     """
     hold_signals()  # as the doors have done already
     require_limits()
-    import_engine()
+    gc.disable()  # while much is imported that lives as long as the process
     from ppdist.engine.continuation import Continuation
+    from ppdist.engine.recipe import TrainOptions
     from ppdist.engine.run import plan_training, run_training
     from ppdist.engine.stopping import until_first_step
-    from ppdist.launch.cli import started_by_stock_launcher
 
+    gc.freeze()
+    gc.enable()
     until_first_step()
+    size = arguments.image_size
     plan = plan_training(
         data=arguments.data,
         config=arguments.config,
-        options=_options_of(arguments),
+        options=TrainOptions(
+            model=arguments.model,
+            epochs=arguments.epochs,
+            batch=arguments.batch,
+            weights=arguments.weights,
+            image_size=None if size is None else (size[0], size[-1]),
+        ),
         overrides=arguments.override,
         resume=Continuation(arguments.resume or None, arguments.resume_changed),
     )
@@ -212,9 +217,11 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     if arguments.dry_run:
         return _dry_run(plan, output_dir, evaluate)
 
-    notice = started_by_stock_launcher()
-    if notice and launched_rank() == 0:  # before ranks join, where they may wait for ever
-        say(f"ppdist: warning: {notice}")
+    if launched_ranks() > 1 and launched_rank() == 0:
+        from ppdist.launch.cli import started_by_stock_launcher
+
+        if notice := started_by_stock_launcher():  # before ranks join and may wait for ever
+            say(f"ppdist: warning: {notice}")
     return run_training(
         plan,
         output_dir,
@@ -264,28 +271,6 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
     if comm.is_main():
         print(*lines, sep="\n")
     return failed
-
-
-def import_engine() -> None:
-    """Imports what a training needs, outside of garbage collection."""
-    gc.disable()
-    import ppdist.engine.run  # noqa: F401
-
-    gc.freeze()
-    gc.enable()
-
-
-def _options_of(arguments: argparse.Namespace) -> "TrainOptions":
-    from ppdist.engine.recipe import TrainOptions
-
-    size = arguments.image_size
-    return TrainOptions(
-        model=arguments.model,
-        epochs=arguments.epochs,
-        batch=arguments.batch,
-        weights=arguments.weights,
-        image_size=None if size is None else (size[0], size[-1]),
-    )
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import math
 import re
 import sys
 import time
+from dataclasses import dataclass
 from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from ppdist.common.files import append, while_held
+from ppdist.common.files import append, write_if_held
 from ppdist.common.process import log_line, printable, say
 from ppdist.runtime.writer_thread import TERMINAL, Screen, WriterThread
 
@@ -89,26 +90,31 @@ class ProgressBar:
             self._bar = None
 
 
+@dataclass
 class Opening:
-    """Limits the lines of warnings on the console before the first step."""
+    """Limits the lines of warnings on the console before the first step.
 
-    def __init__(self, width: int) -> None:
-        """Args: width: columns of the console."""
-        self._width = width
-        self._left = _OPENING_LINES
-        self.withheld = 0
+    Attributes:
+        width: columns of the console.
+        left: lines that may still be shown.
+        withheld: messages that were not shown.
+    """
+
+    width: int
+    left: int = _OPENING_LINES
+    withheld: int = 0
 
     def short(self, text: str) -> str:
         """The beginning of a message; "": no room is left."""
-        most = _WARNING_LINES * self._width
+        most = _WARNING_LINES * self.width
         text = " ".join(text.split())
         if len(text) > most:
             text = _cut(text, most)
-        lines = math.ceil(len(text) / self._width)
-        if lines > self._left:
+        lines = math.ceil(len(text) / self.width)
+        if lines > self.left:
             self.withheld += 1
             return ""
-        self._left -= lines
+        self.left -= lines
         return text
 
 
@@ -185,18 +191,11 @@ class LogFileHandler(logging.Handler):
     def __init__(self, path: Path, files: WriterThread) -> None:
         super().__init__()
         self._path, self._files = path, files
-        self.setFormatter(
-            _PrintableFormatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
-        )
+        line = "%(asctime)s %(levelname)s %(message)s"
+        self.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = f"{self.format(record)}\n".encode("utf-8", "backslashreplace")
-        write = while_held(self._path.parent, partial(append, self._path, line))
+        # Control characters would move the cursor of a reader's terminal.
+        line = f"{printable(self.format(record))}\n".encode("utf-8", "backslashreplace")
+        write = partial(write_if_held, self._path.parent, partial(append, self._path, line))
         self._files.put(self._path.name, write, len(line), may_drop=True)
-
-
-class _PrintableFormatter(logging.Formatter):
-    """Escapes control characters, which would move the cursor of a reader's terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))

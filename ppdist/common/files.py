@@ -401,6 +401,7 @@ _LOCK_TRIES = 5  # of a file that is replaced at each try
 _LOOKING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
+@dataclass(eq=False)
 class FileLock:
     """A lock between processes on a file; it ends with its process.
 
@@ -411,9 +412,8 @@ class FileLock:
     they may outlive a killed rank for a moment.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._handle: int | None = None
+    path: Path
+    _handle: int | None = None
 
     def open(self) -> int:
         """Makes the file and its folder, or opens it.  Raises: OSError."""
@@ -580,7 +580,9 @@ def _hold(folder: Path, place: Path, seconds: float) -> list[str]:
     held = _held.get(_key(folder))
     if held is not None and held.lost is None and held.lock.is_current():
         return []
-    _forget(folder)
+    if held is not None:  # its lock was lost
+        held.lock.close()
+        del _held[_key(folder)]
     lock = FileLock(_key(place) / _LOCK_FILE)
     try:
         lock.open()
@@ -619,13 +621,6 @@ def _key(folder: Path) -> Path:
     return Path(os.path.abspath(folder))  # asks no disk
 
 
-def _forget(folder: Path) -> None:
-    """Forgets a folder whose lock was lost."""
-    held = _held.pop(_key(folder), None)
-    if held is not None:
-        held.lock.close()
-
-
 def is_held(output_dir: Path) -> bool:
     """Whether a training writes into the folder now.
 
@@ -659,14 +654,10 @@ def require_held(output_dir: Path) -> None:
             raise held.lost
 
 
-def while_held(output_dir: Path, write: Callable[[], object]) -> Callable[[], object]:
-    """Makes a write of another thread raise if another training owns the folder by then."""
-
-    def write_if_held() -> None:
-        require_held(output_dir)
-        write()
-
-    return write_if_held
+def write_if_held(output_dir: Path, write: Callable[[], object]) -> None:
+    """Writes unless another training owns the folder by now; for the thread that writes."""
+    require_held(output_dir)
+    write()
 
 
 def is_lost(output_dir: Path) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.eta import duration
-from ppdist.common.files import append, replace_file, sync_path, text_of, while_held
+from ppdist.common.files import append, replace_file, sync_path, text_of, write_if_held
 from ppdist.runtime.writer_thread import WriterThread
 
 Record = Mapping[str, Any]
@@ -58,7 +58,10 @@ class RunRecords:
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            return _begin(self.path, resume_step)
+            if resume_step is not None:
+                return _keep_until(self.path, resume_step)
+            self.path.unlink(missing_ok=True)
+            return []
         except OSError as error:
             raise ConfigError(
                 f"output_dir: {self._folder} cannot be written: {error}", code="folder_unwritable"
@@ -71,7 +74,7 @@ class RunRecords:
 
     def roll_back(self, step: int) -> None:
         """Drops the records after a step."""
-        self._put(partial(_begin, self.path, step))
+        self._put(partial(_keep_until, self.path, step))
 
     def forget(self, step: int, key: str) -> None:
         """Drops the records of a step that have this key."""
@@ -94,15 +97,12 @@ class RunRecords:
         return self._files.flush(seconds) and bool(synced)
 
     def _put(self, write: Callable[[], object], size: int = 0) -> None:
-        self._files.put(_FILE, while_held(self._folder, write), size)
+        self._files.put(_FILE, partial(write_if_held, self._folder, write), size)
 
 
-def _begin(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
-    """Drops the records after the resumed step; returns the others."""
-    if resume_step is None:
-        path.unlink(missing_ok=True)
-        return []
-    return _keep(path, lambda record: record.get("step", 0) <= resume_step)
+def _keep_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drops the records after a step; returns the others."""
+    return _keep(path, lambda record: record.get("step", 0) <= step)
 
 
 def _keep(path: Path, is_kept: Callable[[Record], bool]) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from ppdist.common.console import ConsoleHandler, EarlyLog, LogFileHandler, ProgressBar, console_on
 from ppdist.common.eta import ETA, EVALUATION, duration
-from ppdist.common.files import while_held
+from ppdist.common.files import write_if_held
 from ppdist.common.process import BARE, DETAIL, NOTE, say
 from ppdist.common.records import RunRecords, commands, run_summary
 from ppdist.common.trackers import TrackedRun, TrackerProcess, require_tracker
@@ -87,7 +87,7 @@ class RunLog:
         self._handlers_before = [*_LOGGER.handlers]
         self._level_before = _LOGGER.level
         self._propagate_before = _LOGGER.propagate
-        self._eta = ETA(total_steps)
+        self.eta = ETA(total_steps)
         self._bar: ProgressBar | None = None
         self._rows = 0  # of the growing table
         self._header = ""  # of the growing table
@@ -114,7 +114,7 @@ class RunLog:
         self.recorded_step = max((each["step"] for each in kept if "loss" in each), default=0)
         for record in kept:
             if record.get("eval_seconds") is not None:
-                self._eta.remember(record["eval_seconds"])
+                self.eta.remember(record["eval_seconds"])
         self._open_handlers(early)
         if visualdl:
             vdl = partial(VisualDLWriter, output_dir / "vdl", output_dir.name, resume_step)
@@ -179,7 +179,8 @@ class RunLog:
         Args: size: bytes that it keeps in memory; with any, as for a picture, it may be dropped.
         """
         if self._is_open:  # batches may be drawn after it
-            self._files.put(name, while_held(self._output_dir, write), size, may_drop=size > 0)
+            guarded = partial(write_if_held, self._output_dir, write)
+            self._files.put(name, guarded, size, may_drop=size > 0)
 
     def table(
         self, title: str, rows: Sequence[tuple[str, str, str]], on_console: bool = False
@@ -235,7 +236,7 @@ class RunLog:
         if not self._main:
             return
         self._records.roll_back(step)
-        self.writers.rollback(step, partial(while_held, self._output_dir))
+        self.writers.rollback(step, partial(write_if_held, self._output_dir))
 
     def forget(self, step: int, key: str) -> None:
         """Drops the records of a step that have this key, because the run makes them again."""
@@ -248,23 +249,13 @@ class RunLog:
         """Adds uint8 RGB images under `tag/0`, `tag/1`, ..."""
         self.writers.images(tag, step, images_HW3)
 
-    def expect(
-        self, evaluate_every: int, save_every: int, evaluation_images: int, images_per_step: int
-    ) -> None:
-        """Tells the ETA what comes between steps; see `ETA.expect`."""
-        self._eta.expect(evaluate_every, save_every, evaluation_images, images_per_step)
-
-    def begin_steps(self) -> None:
-        """Separates the time of the start from that of training."""
-        self._eta.begin_steps()
-
     def spending(self, part: str, step: int) -> AbstractContextManager[None]:
         """Context of an evaluation, a save or plots; see `ETA.spending`."""
         if not self._main:
             return nullcontext()
         if part == EVALUATION:
             self.busy("evaluating")
-        return self._eta.spending(part, step)
+        return self.eta.spending(part, step)
 
     def busy(self, what: str, done: int = 0, total: int = 0) -> None:
         """Shows on the bar what the run does between steps.
@@ -289,7 +280,7 @@ class RunLog:
             return
         self._end_opening()
         self._tell_failures()
-        self._eta.stepped(step, waited)
+        self.eta.stepped(step, waited)
         left = self.time_left(step)
         told = {**fields, **({"ETA": left} if left else {})}
         values = "  ".join(f"{name} {value}" for name, value in told.items())
@@ -307,12 +298,12 @@ class RunLog:
 
     def time_left(self, step: int) -> str:
         """Time left as `4m 07s`; "": unknown, or the run is over."""
-        left = self._eta.left(step) if self._main and step < self._total_steps else None
+        left = self.eta.left(step) if self._main and step < self._total_steps else None
         return "" if left is None else duration(left)
 
     def closing_seconds(self) -> float:
         """Seconds that a step, an evaluation and a save may take."""
-        return self._eta.closing()
+        return self.eta.closing()
 
     def run_summary(
         self, outcome: Sequence[str] = (), following: Sequence[tuple[str, str]] = ()
@@ -327,7 +318,7 @@ class RunLog:
             if self._bar is not None:
                 self._bar.end()
             self.flush()
-            rows = run_summary(self._output_dir, self._eta.seconds())
+            rows = run_summary(self._output_dir, self.eta.seconds())
             self.table(f"{self._output_dir}", rows, on_console=True)
             for line in outcome:
                 _LOGGER.info(line, extra=BARE)

@@ -7,6 +7,7 @@ that fails costs a warning.
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,52 +69,44 @@ def scalar_points(record: Mapping[str, Any]) -> dict[str, float]:
             continue
         if not isinstance(value, (int, float, np.number)) or not abs(value) <= _FLOAT32_MAX:
             continue  # NaN too
-        tag = _evaluation_tag(key) if evaluation else _training_tag(key)
+        tag = _tag(key, evaluation)
         if value >= 0 or not tag.startswith("eval"):
             points[tag] = float(value)
     return points
 
 
-def _training_tag(key: str) -> str:
-    """The tag `group/name` of a training metric.
-
-    The page sorts groups by name and unfolds the first.
-    """
-    if "/" in key:
-        return key
-    if key in ("lr", "momentum"):
-        return f"lr/{key}"
-    return _speed_tag(key) or f"train/{key}"
-
-
-def _evaluation_tag(key: str) -> str:
+def _tag(key: str, evaluation: bool) -> str:
+    """Returns the tag `group/name` of a metric; the page sorts groups and unfolds the first."""
     group, slash, name = key.partition("/")
-    if slash:
+    if slash and evaluation:
         return f"eval_per_class/{name}" if group == "AP" else f"eval_per_class_{group}/{name}"
-    if key.startswith("val_"):  # beside train/..., under the same name
+    if slash:
+        return key
+    if evaluation and key.startswith("val_"):  # beside train/..., under the same name
         return f"val/{key.removeprefix('val_')}"
-    return _speed_tag(key) or f"eval/{key}"
+    if key.endswith(("_seconds", "_per_second", "_mb", "_gb")):
+        return f"speed/{key}"
+    if evaluation:
+        return f"eval/{key}"
+    return f"lr/{key}" if key in ("lr", "momentum") else f"train/{key}"
 
 
-def _speed_tag(key: str) -> str:
-    speeds = ("_seconds", "_per_second", "_mb", "_gb")
-    return f"speed/{key}" if key.endswith(speeds) else ""
-
-
+@dataclass
 class MetricWriters:
-    """Passes everything to all writers in a thread; failures only warn."""
+    """Passes everything to all writers in a thread; failures only warn.
 
-    def __init__(self, thread: WriterThread) -> None:
-        """Args: thread: also collects failures by the name of the program."""
-        self._thread = thread
-        self._writers: dict[str, MetricWriter] = {}
+    Attributes: thread: also collects failures by the name of the program.
+    """
+
+    thread: WriterThread
+    _writers: dict[str, MetricWriter] = field(default_factory=dict)
 
     def open(self, program: str, make: Callable[[], MetricWriter]) -> None:
         """Adds a writer; the program's name goes into warnings."""
         try:
             self._writers[program] = make()
         except Exception as error:  # no curve is worth a run
-            self._thread.failures.append((program, error))
+            self.thread.failures.append((program, error))
 
     def metrics(self, record: Mapping[str, Any]) -> None:
         """The numbers of one record of metrics.jsonl; see `scalar_points`."""
@@ -140,14 +133,12 @@ class MetricWriters:
         tags.append("train/loss")
         self._each(lambda writer: writer.describe(hyper_parameters, tags, texts))
 
-    def rollback(
-        self, step: int, guarded: Callable[[Callable[[], object]], Callable[[], object]]
-    ) -> None:
+    def rollback(self, step: int, guarded: Callable[[Callable[[], object]], object]) -> None:
         """Drops the points after a step, because they are made again.
 
-        Args: guarded: adds what is to be checked before files are replaced.
+        Args: guarded: checks what is to be checked, then does what it is given.
         """
-        self._each(lambda writer: guarded(partial(writer.rollback, step))())
+        self._each(lambda writer: guarded(partial(writer.rollback, step)))
 
     def close(self) -> None:
         """Closes all writers in parallel; the second call does nothing.
@@ -161,7 +152,7 @@ class MetricWriters:
     def _each(self, write: Callable[[MetricWriter], object], size: int = 0) -> None:
         """Args: size: bytes kept in the queue; droppable if above 0."""
         for program, writer in self._writers.items():
-            self._thread.put(program, partial(write, writer), size, may_drop=size > 0)
+            self.thread.put(program, partial(write, writer), size, may_drop=size > 0)
 
 
 _LENGTH = struct.Struct("<Q")  # before each record
@@ -190,18 +181,6 @@ _RECORD_FILE = "vdlrecords.ppdist.log"  # VisualDL reads files with `vdlrecords`
 _HPARAM_TAG, _CONFIG_TAG = "hparam", "config/"  # the first name is VisualDL's
 
 
-def _visualdl_record_type() -> Any:
-    """VisualDL's message class Record, from its generated file alone.
-
-    `import visualdl` makes folders in the user's home and takes 0.3 s.
-    Raises: ImportError: VisualDL is not installed.
-    """
-    found = find_spec("visualdl")
-    if found is None or not found.submodule_search_locations:
-        raise ImportError("visualdl is not installed")
-    return run_path(f"{found.submodule_search_locations[0]}/proto/record_pb2.py")["Record"]
-
-
 class VisualDLWriter(MetricWriter):
     """Appends to the one VisualDL record file of a folder.
 
@@ -227,9 +206,16 @@ class VisualDLWriter(MetricWriter):
             folder: made when it is missing.
             run_name: what the page calls this run.
             keep_until_step: points after this step are dropped; None drops every earlier point.
-        Raises: OSError: the folder cannot be made or written.
+        Raises: OSError: the folder cannot be made or written; ImportError: VisualDL is not
+            installed.
         """
-        self._record_type = _visualdl_record_type()
+        package = find_spec("visualdl")
+        if package is None or not package.submodule_search_locations:
+            raise ImportError("visualdl is not installed")
+        # Its generated file alone: `import visualdl` makes folders in the user's home and takes
+        # 0.3 s.
+        messages = run_path(f"{package.submodule_search_locations[0]}/proto/record_pb2.py")
+        self._record_type = messages["Record"]
         require_no_link(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._run_name = folder / _RECORD_FILE, run_name
@@ -278,8 +264,14 @@ class VisualDLWriter(MetricWriter):
         """
         hparam = {
             "name": self._run_name,
-            "hparamInfos": [_info(name, value) for name, value in hyper_parameters.items()],
-            "metricInfos": [_info(tag, 0.0) for tag in metrics],
+            # All numbers become double, so that 1 and 0.5 are of one kind on the page.
+            "hparamInfos": [
+                {"name": name, "float_value": value}
+                if isinstance(value, (int, float))
+                else {"name": name, "string_value": str(value)}
+                for name, value in hyper_parameters.items()
+            ],
+            "metricInfos": [{"name": tag, "float_value": 0.0} for tag in metrics],
         }
         self._described = [self._frame(0, _HPARAM_TAG, hparam=hparam)]
         self._described += [
@@ -312,13 +304,3 @@ class VisualDLWriter(MetricWriter):
         append_whole(
             self._file, b"".join(self._frame(step, tag, **content) for tag, content in contents)
         )
-
-
-def _info(name: str, value: Any) -> dict[str, Any]:
-    """A VisualDL hyper-parameter; all numbers become double.
-
-    So 1 and 0.5 are of one kind on the page.
-    """
-    if isinstance(value, (int, float)):
-        return {"name": name, "float_value": value}
-    return {"name": name, "string_value": str(value)}

@@ -164,23 +164,21 @@ class AugmentConfig(Section):
 
     @field_validator("combine_epochs", mode="before")
     @classmethod
-    def _one_kind(cls, window: object) -> object:
-        if isinstance(window, list | tuple) and len(window) == 2:
-            numbers = [each for each in window if type(each) in (int, float)]
-            shares = any(isinstance(each, float) for each in numbers)
-            if len(numbers) == 2 and shares and not all(0 <= each <= 1 for each in numbers):
+    def _holds_epochs(cls, window: object) -> object:
+        if not isinstance(window, list | tuple):
+            return window
+        numbers = [number for number in window if type(number) in (int, float)]
+        if len(window) == len(numbers) == 2:
+            first, end = numbers
+            shares = any(isinstance(number, float) for number in numbers)
+            if shares and not all(0 <= number <= 1 for number in numbers):
                 raise ValueError(
-                    f"[{window[0]}, {window[1]}] is neither epochs, two whole numbers, nor shares "
-                    f"of the run, two numbers from 0 to 1; write [4, 30] or [0.05, 0.5]"
+                    f"[{first}, {end}] is neither epochs, two whole numbers, nor shares of the "
+                    "run, two numbers from 0 to 1; write [4, 30] or [0.05, 0.5]"
                 )
-        return tuple(window) if isinstance(window, list) else window  # strict: no list
-
-    @field_validator("combine_epochs")
-    @classmethod
-    def _some_epochs(cls, window: Window | None) -> Window | None:
-        if window is not None and not 0 <= window[0] < window[1]:
-            raise ValueError(f"[{window[0]}, {window[1]}] holds no epoch; write [first, end)")
-        return window
+            if not 0 <= first < end:
+                raise ValueError(f"[{first}, {end}] holds no epoch; write [first, end)")
+        return tuple(window)  # strict: no list
 
     def in_epoch(self, epoch: int, epochs: int | None) -> "AugmentConfig":
         """Augmentation of one epoch, counted from 0 (epochs None: no last ones)."""
@@ -194,21 +192,14 @@ class AugmentConfig(Section):
                 flip_vertical=self.flip_vertical,
                 random_interpolation=False,
             )
-        first, end = self._window(epochs)
+        first, end = self.combine_epochs or (0, math.inf)
+        if self._window_in_shares:
+            assert epochs is not None, "shares of a run need its length"
+            first, end = round(first * epochs), round(end * epochs)
         closed = self.close_mosaic_epochs and left <= self.close_mosaic_epochs
         if closed or not first <= epoch < end:
             return self.model_copy(update=dict.fromkeys(COMBINES, 0.0))
         return self
-
-    def _window(self, epochs: int | None) -> tuple[int, float]:
-        """[first, end) in epochs of a run with a number of epochs."""
-        if self.combine_epochs is None:
-            return 0, math.inf
-        first, end = self.combine_epochs
-        if not self._window_in_shares:
-            return int(first), end
-        assert epochs is not None, "shares of a run need its length"
-        return round(first * epochs), round(end * epochs)
 
     @property
     def _window_in_shares(self) -> bool:

@@ -182,7 +182,7 @@ class DataConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _addresses_are_public(self) -> "DataConfig":
+    def _parts_fit(self) -> "DataConfig":
         for key, address in (
             ("root", self.root),
             *((f"{key}.images", each) for key, part in self.splits for each in part.image_folders),
@@ -198,10 +198,6 @@ class DataConfig(Section):
                     f"configurations would show; pass credentials through the environment "
                     f"(docs/data.md)"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _splits_fit(self) -> "DataConfig":
         for key, part in self.splits:
             several = len(part.image_folders) > 1 or len(part.annotation_files) > 1
             if several and self.format != "yolo":

@@ -112,24 +112,20 @@ def parse_tree(
         opened = cast(type[SectionT], schema.opened(tree, found, stored=stored))
         tree = schema.completed(tree)
     tree = without_removed(tree, opened, found, stored=stored)
-    return _check(tree, opened, found)
-
-
-def _check(tree: Node, schema: type[SectionT], problems: list[Problem]) -> SectionT:
     try:
-        config = _validate(tree, schema)
+        config = _validate(tree, opened)
     except ValidationError as error:
         for path in numbers_for_text(error, tree):
             tree = _as_text(tree, path)
         try:
-            config = _validate(tree, schema)
+            config = _validate(tree, opened)
         except ValidationError as remaining:
-            reported = {problem.place for problem in problems}
-            wrong = problems_of(remaining, tree, schema)
+            reported = {problem.place for problem in found}
+            wrong = problems_of(remaining, tree, opened)
             wrong = [problem for problem in wrong if problem.place not in reported]
-            raise problems_error([*problems, *wrong]) from None
-    if problems:
-        raise problems_error(problems)
+            raise problems_error([*found, *wrong]) from None
+    if found:
+        raise problems_error(found)
     return config
 
 

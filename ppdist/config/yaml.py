@@ -7,8 +7,8 @@ number, `010` is ten, and `yes`, `no`, `on`, `2024-01-01` are text.
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,6 +169,7 @@ def merge(base: Node, over: Node) -> Node:
     return replace(base if over.place.line == 0 else over, value=value)
 
 
+@dataclass
 class Reader:
     """Reads files and -o items; collects problems.
 
@@ -176,8 +177,7 @@ class Reader:
     whatever a later check said about them would be wrong.
     """
 
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
+    problems: list[Problem] = field(default_factory=list)
 
     def read_file(
         self, path: str, opened: tuple[str, ...] = (), place: Place | None = None
@@ -203,9 +203,14 @@ class Reader:
         tree = replace(tree, value=keys)
         start = Place(path, 1, 1)
         merged = Node({}, start, start)
-        for base in self._base_names(bases):
-            beside = os.path.normpath(os.path.join(os.path.dirname(path), str(base.value)))
-            base_path = beside if os.path.isfile(beside) else find_config(str(base.value))
+        names = [] if bases is None else bases.value if isinstance(bases.value, list) else [bases]
+        for base in names:
+            if not isinstance(base.value, str):
+                message = f"{BASE_KEY}: found {found(base)}, expected a file name or a list of them"
+                self.problems.append(Problem(base.place, message, "bad_value"))
+                continue
+            beside = os.path.normpath(os.path.join(os.path.dirname(path), base.value))
+            base_path = beside if os.path.isfile(beside) else find_config(base.value)
             if base_path == base.value:  # no file and no name
                 base_path = beside
             merged = merge(merged, self.read_file(base_path, (*opened, real), base.place))
@@ -252,16 +257,6 @@ class Reader:
                 where=str(tree.place),
             )
         return replace(tree, place=start, key_place=start)
-
-    def _base_names(self, bases: Node | None) -> Iterator[Node]:
-        if bases is None:
-            return
-        for base in bases.value if isinstance(bases.value, list) else [bases]:
-            if isinstance(base.value, str):
-                yield base
-            else:
-                message = f"{BASE_KEY}: found {found(base)}, expected a file name or a list of them"
-                self.problems.append(Problem(base.place, message, "bad_value"))
 
     def read_override(self, item: str) -> Node | None:
         """The tree of one `a.b=value`; None, and a problem, if malformed."""
@@ -327,15 +322,15 @@ class Reader:
             ) from None
 
 
+@dataclass
 class _Converter:
     """Turns PyYAML nodes of a file (None: -o item) into ours."""
 
-    def __init__(self, problems: list[Problem], file: str | None, place: Place) -> None:
-        self.problems = problems
-        self.file = file
-        self.item_place = place
-        self.open: set[int] = set()  # ids of the collections being converted (finds alias loops)
-        self.converted = 0
+    problems: list[Problem]
+    file: str | None
+    item_place: Place
+    open: set[int] = field(default_factory=set)  # ids of the collections being converted
+    converted: int = 0
 
     def place(self, node: yaml.Node) -> Place:
         if self.file is None:

@@ -120,7 +120,7 @@ def beat(phase: str, step: int | None = None) -> None:
     _state[_PHASE], _step_began_ns = PHASES.index(phase), now
     if step is not None:
         _state[_STEP] = step
-    _write()
+    alive()
 
 
 def plan(steps: int) -> None:
@@ -167,14 +167,16 @@ def tell_run(output_dir: Path) -> None:
 
 
 def alive() -> None:
-    """Says that this rank gets on with something long."""
-    _write()
+    """Says that this rank gets on with something long: writes its beat."""
+    if _file is not None:
+        _state[_TIME] = time.monotonic_ns()
+        _file[:_BEAT_BYTES] = sealed(BEAT, *_state)
 
 
 def at(place: str) -> None:
     """Names what this rank does alone and may hang in."""
     _state[_PLACE] = place.encode()[:_PLACE_BYTES]
-    _write()
+    alive()
 
 
 class Waiting:
@@ -191,14 +193,14 @@ class Waiting:
         _state[_COLLECTIVES] += 1
         _state[_INSIDE] = 1
         _state[_PLACE] = self._collective.encode()[:_PLACE_BYTES]
-        _write()
+        alive()
         _entered_ns = time.monotonic_ns()
 
     def __exit__(self, *error: object) -> None:
         global _waited_ns
         _waited_ns += time.monotonic_ns() - _entered_ns
         _state[_INSIDE], _state[_PLACE] = 0, b""
-        _write()
+        alive()
 
 
 def waited_seconds() -> float:
@@ -308,9 +310,3 @@ def _write_work(loss: float) -> None:
             WORK, _steps, _planned_steps, _bad_steps, _images,
             _step_seconds, _own_seconds, _data_seconds, _micro_batches, loss,
         )  # fmt: skip
-
-
-def _write() -> None:
-    if _file is not None:
-        _state[_TIME] = time.monotonic_ns()
-        _file[:_BEAT_BYTES] = sealed(BEAT, *_state)

@@ -184,8 +184,14 @@ def release(tensor: Tensor) -> None:
     tensor._clear_data()
 
 
-def coalesced(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Copies of float32 tensors in one storage, and all of it, [F]."""
+@paddle.no_grad()
+def coalesce(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Copies float32 tensors into one storage, by one operator.
+
+    Returns: the copies, which lie in it; all of it, without gaps, [F], or the one tensor.
+    """
+    if len(tensors) == 1:
+        return [*tensors], tensors[0]
     return paddle._C_ops.coalesce_tensor(
         tensors, paddle.float32, True, False, False, 0.0, False, -1, -1, [], []
     )

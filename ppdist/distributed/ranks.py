@@ -9,15 +9,8 @@ from collections.abc import Sequence
 
 from ppdist.common.job import launched_rank, launched_ranks
 
-
-def rank() -> int:
-    """This process's rank in [0, world_size)."""
-    return launched_rank()
-
-
-def world_size() -> int:
-    """Number of ranks of the run; 1 without a launcher."""
-    return launched_ranks()
+# This process is one of world_size(), with rank() in [0, world_size).
+rank, world_size = launched_rank, launched_ranks
 
 
 def local_size() -> int:

@@ -1,5 +1,6 @@
 """Builds experiments: the one place where data, models, losses and optim meet."""
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,16 +14,15 @@ import paddle
 from ppdist.common import files, plugin
 from ppdist.common.console import EarlyLog
 from ppdist.common.errors import ConfigError, UserError
-from ppdist.common.job import note_saved
+from ppdist.common.job import MIN_HOSTS_VARIABLE, launcher_folder, note_saved
 from ppdist.common.machine import available_cores, given_threads
 from ppdist.common.run_log import RunLog
 from ppdist.common.trackers import TRACKERS
 from ppdist.config.evaluate import NMSConfig
-from ppdist.config.experiment import ExperimentConfig
+from ppdist.config.experiment import ExperimentConfig, config_warnings
 from ppdist.config.model import DetectorConfig, ModelConfig
 from ppdist.config.parse import dump_yaml
 from ppdist.config.train import AmpConfig, MicroBatches
-from ppdist.config.validate import config_warnings
 from ppdist.cpu.kernel_check import check_once
 from ppdist.cpu.precision import BFLOAT16, Kernels, compute_in
 from ppdist.cpu.switch import (
@@ -48,7 +48,16 @@ from ppdist.engine.digests import note_digests
 from ppdist.engine.distillation import DistilledLoss, build_distillation
 from ppdist.engine.evaluation import Evaluations
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
-from ppdist.engine.messages import About, Messages
+from ppdist.engine.messages import (
+    About,
+    Messages,
+    data_line,
+    device_line,
+    evaluate_line,
+    longer_line,
+    model_line,
+    train_line,
+)
 from ppdist.engine.monitor import HeartbeatCallback, MetricsLogger, StragglerMonitor, loggers
 from ppdist.engine.output_dirs import OutputDirs, find_output_dirs
 from ppdist.engine.policies.average import AveragedWeights
@@ -73,14 +82,6 @@ from ppdist.engine.run_description import describe_run, hyper_parameters, settin
 from ppdist.engine.run_policy import RunPolicy
 from ppdist.engine.saving import Saving
 from ppdist.engine.schedule_setup import ScheduleSetup, set_up_schedule
-from ppdist.engine.start_lines import (
-    data_line,
-    device_line,
-    evaluate_line,
-    longer_line,
-    model_line,
-    train_line,
-)
 from ppdist.engine.state import Run
 from ppdist.engine.step_policy import StepPolicy
 from ppdist.engine.step_sums import EpochMeans
@@ -317,8 +318,13 @@ def _take_folder(
     moved = prepare_output_dir(decisions.start, decisions.run, decisions.schedule)
     messages.warn(About.START, moved)
     text = dump_yaml(decisions.config)
-    comm.run_on_main(lambda: describe_run(output_dir, text, command))
-    comm.run_on_main(lambda: note_digests(given, data.train_set, data.val_set))
+
+    def record() -> None:
+        describe_run(output_dir, text, command)
+        if MIN_HOSTS_VARIABLE in os.environ:  # lost hosts may come back
+            note_digests(given, data.train_set, data.val_set)
+
+    comm.run_on_main(record)
 
 
 def _open_log(decisions: Decisions, output_dir: Path, early: EarlyLog) -> RunLog:
@@ -379,9 +385,13 @@ def _prepare(
     """
     if anew:
         comm.run_on_all_ranks(lambda: keep_sources(config, output_dir))
-    tuned = freezing(model, config.train.freeze)
-    tuned += layerwise_lr_decay(model, config.optimizer.layer_decay)
-    tuned += parameter_group_lines(model, config.optimizer.groups)
+    tuned: list[str] = []
+    if config.train.freeze is not None:
+        tuned += freezing(model, config.train.freeze)
+    if config.optimizer.layer_decay is not None:
+        tuned += layerwise_lr_decay(model, config.optimizer.layer_decay)
+    if config.optimizer.groups:
+        tuned += parameter_group_lines(model, config.optimizer.groups)
     if anew and config.model.pretrained:
         weights = Path(config.model.pretrained)
         report, warnings = _load_pretrained(weights, model, train_set.class_names)
@@ -489,7 +499,7 @@ def _build_trainer(
         measured = train_step.loss.without_teacher
         evaluator = build_evaluator(config, val_set, model, pictures, measured)
     save_every, evaluate_every = intervals(config, schedule, train_step.exchange)
-    log.expect(
+    log.eta.expect(
         evaluate_every if evaluator else 0,
         save_every or schedule.total_steps,
         evaluator.images if evaluator else 0,
@@ -516,7 +526,7 @@ def _build_trainer(
         epoch_means=means,
         record_sums=metrics_logger,
         callbacks=[
-            HeartbeatCallback(),
+            *([HeartbeatCallback()] if launcher_folder() or comm.world_size() > 1 else []),
             StragglerMonitor(log),
             metrics_logger,
             means,
@@ -543,7 +553,8 @@ def _speed_up(
             "Paddle's layout after each convolution; build such layers from ConvBNLayer "
             "and declare them with @passes_maps (docs/adding_a_detector.md)"
         )
-    check_low_precision(config, model, slow, kernels)
+    if config.train.amp.enabled and not device.on_accelerator():
+        check_low_precision(config, model, slow, kernels)
 
 
 class Policies(NamedTuple):
@@ -633,16 +644,18 @@ def build_schedule_setup(
         dataset_size: samples of an epoch over all ranks.
         batches: of a step; None: those of the configuration on as many ranks as there are.
     """
-    world = comm.world_size()
+    world, ranks = comm.world_size(), config.distributed
     batches = batches or config.train.micro_batches(world)
+    if ranks.shares is not None:
+        batches = replace(batches, speeds=ranks.speeds(world))
     return set_up_schedule(
         world=world,
         dataset_size=dataset_size,
-        batches=replace(batches, speeds=config.distributed.speeds(world)),
+        batches=batches,
         epochs=config.train.epochs,
         phases_factor=config.train.phases_factor,
         epochs_compensation=config.train.epochs_compensation,
-        max_steps=last_step(config.train.max_steps, config.distributed),
+        max_steps=last_step(config.train.max_steps, ranks),
         optimizer=config.optimizer,
         schedule=config.schedule,
         ema=config.train.ema,
@@ -669,8 +682,12 @@ def build_train_step(
         policies: besides the average of the weights, which comes first.
     """
     train = config.train
-    frozen = freeze(model, train.freeze)
-    distillation = build_distillation(config.distill, config.model, model, config.seed, class_names)
+    frozen = frozenset[str]() if train.freeze is None else freeze(model, train.freeze)
+    distillation = None
+    if config.distill is not None:
+        distillation = build_distillation(
+            config.distill, config.model, model, config.seed, class_names
+        )
     if train.sync_bn:
         synchronize_batch_norm(model)
     low_precision = train.amp.enabled and train.amp.level == "O2" and device.on_accelerator()
@@ -836,8 +853,6 @@ def check_low_precision(
     Raises: ConfigError, on every rank: results differ on some rank.
     """
     amp = config.train.amp
-    if not amp.enabled or device.on_accelerator():
-        return
     wrong = slow or self_check(model, 2 * model.size_multiple, kernels.at(amp.level))
     comm.barrier()  # as in `speed_up_cpu`
     found = [each for each in comm.all_gather_object(wrong and f"{comm.host()}: {wrong}") if each]

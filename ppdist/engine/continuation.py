@@ -33,10 +33,6 @@ class Continuation:
     changed: bool = False
     extends: bool = False
 
-    def __post_init__(self) -> None:
-        if self.source not in (None, AUTO):
-            object.__setattr__(self, "source", Path(str(self.source)))
-
 
 ANEW = Continuation()
 

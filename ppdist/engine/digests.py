@@ -5,11 +5,10 @@ Rank 0 notes those of its run with the job.  The host that comes back makes its 
 """
 
 import json
-import os
 from pathlib import Path
 
 from ppdist.common.files import digest_of_text, replace_file
-from ppdist.common.job import DIGESTS_NOTE, MIN_HOSTS_VARIABLE, write_note
+from ppdist.common.job import DIGESTS_NOTE, write_note
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.types import DetectionSet
 from ppdist.engine.data import fingerprint, read_unshared
@@ -28,8 +27,7 @@ def note_digests(
 
     Args: config: as it was given, before anything was resolved.
     """
-    if MIN_HOSTS_VARIABLE in os.environ:
-        write_note(DIGESTS_NOTE, _digests(config, train_set, val_set))
+    write_note(DIGESTS_NOTE, _digests(config, train_set, val_set))
 
 
 def write_digests(file: Path, config: ExperimentConfig, *, evaluate: bool, fitted: bool) -> None:

@@ -146,12 +146,12 @@ class Unchanged(nn.Layer):
 
 
 def build_distillation(
-    config: DistillConfig | None,
+    config: DistillConfig,
     section: Any,
     student: Detector,
     seed: int,
     class_names: Sequence[str] = (),
-) -> Distillation | None:
+) -> Distillation:
     """Reads the teacher and gives the student its adapters, in place.  Collective.
 
     Called before optimizer and EMA are made and before the student is wrapped.
@@ -162,8 +162,6 @@ def build_distillation(
     Raises: ConfigError on the rank that sees it, UserError on the others: no such checkpoint, its
         model is of another family, other classes or strides, or gives no features to compare.
     """
-    if config is None:
-        return None
     source, teacher = comm.run_on_all_ranks(
         lambda: read_teacher(Path(config.teacher), section, student, class_names)
     )

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import paddle
 from paddle import Tensor, nn
 
+from ppdist.distributed import paddle_api
 from ppdist.engine.loss_sums import LossSums, SeparateDivisor
 from ppdist.engine.precision import Precision
 from ppdist.optim.exchange import Exchange
@@ -38,7 +39,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Gives their memory to the next backward."""
-        self._optimizer.clear_gradients()
+        self._optimizer.optimizer.clear_grad()
         if self._flat is not None:
             self._flat.release()
 
@@ -60,7 +61,7 @@ class Gradients:
         self._precision.unscale(self._optimizer)
         if self._flat is None or not self._flat.are_of(trained):
             self._flat = FlatGradients(trained)
-            self._optimizer.forget_lists()
+            paddle_api.forget_update_lists(self._optimizer.optimizer)
         self._flat.collect()
         return exchange.norm_square(self._flat.square())
 

@@ -1,10 +1,22 @@
-"""What the user is told at the start of a run."""
+"""What the user is told at the start of a run: messages of all its parts, then what run it is."""
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 
+import paddle
+
+from ppdist.common.machine import available_cores
 from ppdist.common.run_log import RunLog
+from ppdist.config.experiment import ExperimentConfig
+from ppdist.data.types import DetectionSet
+from ppdist.distributed import comm, device
+from ppdist.engine.schedule_setup import ScheduleSetup, counted
+from ppdist.models.complexity import Complexity
+
+_NAMES = 3  # classes that are named
 
 
 class About(IntEnum):
@@ -25,11 +37,11 @@ class Message:
     warns: bool
 
 
+@dataclass
 class Messages:
     """Messages from all parts that a run is built of."""
 
-    def __init__(self) -> None:
-        self._all: list[Message] = []
+    _all: list[Message] = field(default_factory=list)
 
     def warn(self, about: About, texts: Iterable[str]) -> None:
         """Adds warnings."""
@@ -51,3 +63,95 @@ class Messages:
         for message in self._all:
             if not message.warns:
                 log.detail(message.text)
+
+
+def data_line(config: ExperimentConfig, train: DetectionSet, val: DetectionSet | None) -> str:
+    """Line about the data at the start of a run.
+
+    For example `bccd: train 205 images, val 87; 3 classes: RBC, WBC, Platelets`.
+    """
+    names = train.class_names
+    more = ", ..." if len(names) > _NAMES else ""
+    validate = "no validation" if val is None else f"val {len(val.records)}"
+    name = str(config.data.root).rstrip("/").rpartition("/")[2]
+    return (
+        f"{name}: train {counted(len(train.records), 'image')}, {validate}; "
+        f"{counted(len(names), 'class', 'es')}: {', '.join(names[:_NAMES])}{more}"
+    )
+
+
+def model_line(config: ExperimentConfig, size: Complexity, anew: bool) -> str:
+    """Line about the model at the start of a run.
+
+    For example `yolov5 n, 1.77 M parameters, 0.28 GFLOPs at 160 x 160, from yolov5n_coco`.
+    """
+    model = config.model
+    words = (model.name, *(str(getattr(model, key, "")) for key in ("variant", "size")))
+    name = " ".join(dict.fromkeys(filter(None, words)))  # RT-DETR's first variant has its name
+    start = f"from {Path(model.pretrained).name}" if model.pretrained else "from scratch"
+    return f"{name}, {size.told(model.image_size)}, {start if anew else 'resumed'}"
+
+
+def device_line() -> str:
+    """`CPU, 1 process`, or `8 x NVIDIA H100 80GB on 2 hosts`."""
+    world = comm.world_size()
+    hosts = math.ceil(world / max(1, comm.local_size()))
+    where = f" on {hosts} hosts" if hosts > 1 else ""
+    if device.on_accelerator():
+        return f"{world} x {_card_name()}{where}"
+    return f"CPU, {counted(world, 'process', 'es')} on {available_cores():g} cores{where}"
+
+
+def train_line(schedule: ScheduleSetup) -> str:
+    """Line about training at the start of a run.
+
+    For example `30 epochs of 13 steps, 16 images a step; adamw, learning rate 0.001`; of several
+    micro-batches, each of which is a batch-norm group, it says how they are shared.
+    """
+    shared = "" if schedule.batches.count == 1 else f", {schedule.batches.told(schedule.world)}"
+    epochs = schedule.total_steps / schedule.steps_per_epoch
+    return (
+        f"{counted(round(epochs, 2), 'epoch')} of {counted(schedule.steps_per_epoch, 'step')}, "
+        f"{counted(schedule.step_images, 'image')} a step{shared}; {schedule.optimizer.name}, "
+        f"learning rate {schedule.scaled.lr:.3g}"
+    )
+
+
+def longer_line(schedule: ScheduleSetup) -> str:
+    """Says what the total batch lengthens, warm-up or epochs; "": nothing.
+
+    For example `warm-up 4590 steps (10 epochs) instead of 2295, 89 epochs instead of 80: a step has
+    4 times the reference batch`; where a rule cuts the warm-up, it says which.
+    """
+    warm, written = schedule.lr_scheduler.warmup_steps, schedule.written_warmup
+    changes = []
+    if warm > written:
+        epochs = counted(round(warm / schedule.steps_per_epoch, 2), "epoch")
+        bound = f", {schedule.warmup_bound}," if schedule.warmup_bound else ""
+        changes.append(f"warm-up {counted(warm, 'step')} ({epochs}){bound} instead of {written}")
+    if schedule.epoch_scale > 1:
+        epochs = counted(round(schedule.epochs * schedule.epoch_scale, 2), "epoch")
+        changes.append(f"{epochs} instead of {schedule.epochs:g}")
+    if not changes:
+        return ""
+    return f"{', '.join(changes)}: a step has {schedule.batch_ratio:.4g} times the reference batch"
+
+
+def evaluate_line(config: ExperimentConfig, val: DetectionSet | None) -> str:
+    """Line about evaluation at the start of a run.
+
+    For example `every 8 epochs, on 87 images; the best mAP is kept`.
+    """
+    if val is None:
+        return "not during training"
+    every = config.evaluate.every_epochs
+    often = "each epoch" if every == 1 else f"every {every:g} epochs"
+    metric = config.evaluate.metric or ("mAP" if config.model.task == "detect" else "top1")
+    return f"{often}, on {counted(len(val.records), 'image')}; the best {metric} is kept"
+
+
+def _card_name() -> str:
+    try:
+        return str(paddle.device.cuda.get_device_name())
+    except Exception:  # a card of another maker; a driver may refuse in its own way
+        return device.kind()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from ppdist.common.eta import ETA
 from ppdist.data.types import Batch
 from ppdist.models.base import ImageModel
 
@@ -56,15 +57,19 @@ class EvaluationStopped(Exception):
 
 
 class TrainLog(Protocol):
-    """Lines and records of a run; `ppdist.common.run_log.RunLog` is one."""
+    """Lines and records of a run; `ppdist.common.run_log.RunLog` is one.
+
+    Attributes:
+        eta: hears when the steps begin.
+    """
+
+    eta: ETA
 
     def info(self, message: str) -> None: ...
 
     def warning(self, message: str) -> None: ...
 
     def metrics(self, record: dict[str, Any]) -> None: ...
-
-    def begin_steps(self) -> None: ...
 
     def spending(self, part: str, step: int) -> AbstractContextManager[None]: ...
 

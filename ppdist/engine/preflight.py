@@ -67,24 +67,26 @@ def preflight(
 
     def check_own() -> None:
         check_precision(config, kernels)
-        check_shares(config.distributed)
+        if config.distributed.shares is not None:
+            check_shares(config.distributed)
         if config.model.pretrained:
             require_fit(config.model, config.model.pretrained)
 
     comm.run_on_all_ranks(check_own)  # one call: what ranks differ in is not compared yet
-    given = {
-        "--eval": f"{evaluate}",
-        "--resume": AUTO if resume.source == AUTO else f"{resume.source is not None}",
-        "--resume-changed": f"{resume.changed}",
-    }
-    require_agreement(
-        {
-            "command line": given,
-            "versions": versions(),
-            "code": digests_of_code(),
-            "config": flat_config(config),
+    if comm.world_size() > 1:
+        given = {
+            "--eval": f"{evaluate}",
+            "--resume": AUTO if resume.source == AUTO else f"{resume.source is not None}",
+            "--resume-changed": f"{resume.changed}",
         }
-    )
+        require_agreement(
+            {
+                "command line": given,
+                "versions": versions(),
+                "code": digests_of_code(),
+                "config": flat_config(config),
+            }
+        )
     if config.early_stopping is not None and not evaluate:
         raise ConfigError(
             "early_stopping needs evaluations",
@@ -202,9 +204,9 @@ def check_shares(ranks: DistributedConfig) -> None:
     Raises: ConfigError: it does not.
     """
     ranks.speeds(comm.world_size())
-    if ranks.shares is not None and MIN_HOSTS_VARIABLE in os.environ:
+    if MIN_HOSTS_VARIABLE in os.environ:
         raise ConfigError(
-            f"these are of {len(ranks.shares)} ranks, and the run is to go on with fewer",
+            f"these are of {len(ranks.shares or ())} ranks, and the run is to go on with fewer",
             code="shares_of_one_world",
             where="distributed.shares",
             fix="share evenly (null), or start without --min_hosts",

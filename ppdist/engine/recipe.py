@@ -88,7 +88,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         """Raises: ConfigError: a value of Python that the command line refuses, too."""
         size, wrong = self.image_size, ""
-        if self.batch not in (None, "auto") and not _is_whole(self.batch, 1):
+        if self.batch not in (None, "auto") and (type(self.batch) is not int or self.batch < 1):
             wrong, expected = (
                 "batch",
                 'a whole number, 1 or more, or "auto" (what fits into memory)',
@@ -96,7 +96,9 @@ class TrainOptions:
         elif isinstance(self.epochs, int | float) and not self.epochs > 0:
             wrong, expected = "epochs", "a number above 0"
         elif size is not None and (
-            isinstance(size, str) or len(size) != 2 or not all(_is_whole(each, 32) for each in size)
+            isinstance(size, str)
+            or len(size) != 2
+            or not all(type(side) is int and side >= 32 for side in size)
         ):
             wrong, expected = "image_size", "one whole number, 32 or more, or (height, width)"
         if wrong:
@@ -110,10 +112,6 @@ class TrainOptions:
         """Options as -o items: those of these names, or all keys."""
         values = {_KEYS[name]: getattr(self, name) for name in names or _KEYS}
         return override_items({key: each for key, each in values.items() if each is not None})
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return type(value) is int and value >= least
 
 
 _KEYS = {
@@ -138,7 +136,7 @@ def fit_recipe(
     Raises: ConfigError: no such recipe, or one that is not for boxes; an item is wrong.
     """
     assert options.model is not None
-    name, file = _find(options.model)
+    name, short, file = _find(options.model)
     overrides = [*options.items("output_dir"), *overrides]
     reader = Reader()
     base = reader.read_file(file)
@@ -147,9 +145,11 @@ def fit_recipe(
     typed = reduce(merge, filter(None, nodes), Node({}, place, place))
     options = _with_typed(options, typed)
     section = _model_section(options, base)
-    choices = [*_data_choices(layout), *_model_choices(layout, options, base)]
-    choices += _run_choices(_train_images(layout), options, base, world, section.few_images)
-    out = f"output/{layout.name}_{_short(name)}"
+    held = 0 if layout.val is not None else max(1, round(VAL_FRACTION * layout.images))
+    images = max(1, layout.images - held)
+    choices = _set_choices(layout, layout.images - images, options, base)
+    choices += _run_choices(images, options, base, world, section.few_images)
+    out = f"output/{layout.name}_{short}"
     choices.append(Choice("output_dir", out, "the names of data and model"))
     own = merge(tree_of(_nested(choices), place), typed)
     config = parse_tree(merge(base, own), ExperimentConfig, reader.problems)
@@ -185,14 +185,15 @@ def _with_typed(options: TrainOptions, typed: Node) -> TrainOptions:
     )
 
 
-def _find(model: str) -> tuple[str, str]:
-    """Name, as `_BASE_` has it, and file of a recipe."""
+def _find(model: str) -> tuple[str, str, str]:
+    """Finds a recipe: its name, as `_BASE_` has it, a short one for folders, its file."""
     file = find_config(model)
     shipped = {str(path): name for name, path in recipes().items()}
     if file in shipped:
-        return shipped[file], file
+        shorts = {name: short for short, name in short_names().items()}
+        return shipped[file], shorts.get(shipped[file], Path(shipped[file]).stem), file
     if file == model and model.endswith((".yml", ".yaml")) and os.path.isfile(model):
-        return os.path.abspath(model), model
+        return os.path.abspath(model), Path(model).stem, model
     close = near(model)
     if is_weights_as_model("train", "model", model):
         refuse_options("train", [f"model={model}"], ())
@@ -203,11 +204,6 @@ def _find(model: str) -> tuple[str, str]:
         where=f"--model {model}",
         fix=f"expected {', '.join(close[1:] or _COMMON)}, or another of `ppdist config list`",
     )
-
-
-def _short(name: str) -> str:
-    shorts = {long: short for short, long in short_names().items()}
-    return shorts.get(name, Path(name).stem)
 
 
 def _require_weights_of(name: str, weights: str) -> None:
@@ -224,20 +220,6 @@ def _require_weights_of(name: str, weights: str) -> None:
         )
 
 
-def _train_images(layout: Layout) -> int:
-    held = 0 if layout.val is not None else max(1, round(VAL_FRACTION * layout.images))
-    return max(1, layout.images - held)
-
-
-def _data_choices(layout: Layout) -> list[Choice]:
-    held = layout.images - _train_images(layout)
-    why = f"no validation split: {held} images validate, by their file names; the others train"
-    return [
-        Choice(f"data.{key}", value, why if key == "val_fraction" else "")
-        for key, value in layout.section().items()
-    ]
-
-
 def require_detector(options: TrainOptions) -> None:
     """Checks that a recipe is for boxes, before data are read.
 
@@ -245,10 +227,10 @@ def require_detector(options: TrainOptions) -> None:
         that are called as those of another recipe.
     """
     assert options.model is not None
-    name, file = _find(options.model)
+    _, short, file = _find(options.model)
     _model_section(options, Reader().read_file(file))
     if options.weights:
-        _require_weights_of(_short(name), options.weights)
+        _require_weights_of(short, options.weights)
 
 
 def _model_section(options: TrainOptions, base: Node) -> Any:
@@ -270,9 +252,19 @@ def _model_section(options: TrainOptions, base: Node) -> Any:
     return section
 
 
-def _model_choices(layout: Layout, options: TrainOptions, base: Node) -> list[Choice]:
+def _set_choices(layout: Layout, held: int, options: TrainOptions, base: Node) -> list[Choice]:
+    """Chooses the data and what of the model follows from them and from the options.
+
+    Args: held: images that validate, of a set without a validation split.
+    """
+    why = f"no validation split: {held} images validate, by their file names; the others train"
+    choices = [
+        Choice(f"data.{key}", value, why if key == "val_fraction" else "")
+        for key, value in layout.section().items()
+    ]
     names = ", ".join(layout.class_names[:5]) + (", ..." if len(layout.class_names) > 5 else "")
-    choices = [Choice("model.num_classes", len(layout.class_names), f"of the data: {names}")]
+    classes = Choice("model.num_classes", len(layout.class_names), f"of the data: {names}")
+    choices.append(classes)
     if options.weights is not None:
         choices.append(Choice("model.pretrained", options.weights, "--weights"))
     if options.image_size is not None:

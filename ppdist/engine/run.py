@@ -80,10 +80,11 @@ def plan_training(
     Raises: ConfigError: conflicting options, or invalid keys.
     """
     if data is None and config is None:
-        assert isinstance(resume.source, Path)
+        assert resume.source is not None
+        run = Path(resume.source)
         own = options.items("batch", "weights", "image_size", "output_dir")
         epochs = None if options.epochs is None else f"{options.epochs}"
-        longer, extends = config_of_run(resume.source, epochs, [*own, *overrides])
+        longer, extends = config_of_run(run, epochs, [*own, *overrides])
         return TrainingPlan(longer, replace(resume, extends=extends))
     if isinstance(options.epochs, str):
         raise ConfigError(

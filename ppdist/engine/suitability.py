@@ -32,33 +32,25 @@ def findings_of(
     if config.model.task == "classify":
         return []
     findings: list[Finding] = []
+    queries = getattr(config.model, "queries", None)  # most objects of an image; None: no limit
+    from_scratch = queries is not None and not config.model.pretrained
+    if from_scratch and train is not None and len(train.records) < _FEW_IMAGES:
+        name = next(iter(fitting_weights(config.model)), "FILE")
+        text = (
+            f"a DETR learns next to nothing of {len(train.records)} images from random weights: "
+            f"start with --weights {name} (with -c: -o model.pretrained={name})"
+        )
+        findings.append(Finding(DETR_FROM_SCRATCH, text))
     if train is not None:
-        findings += _from_scratch(config, train)
         findings += _tiny(config, train)
     for split, dataset in (("train", train), ("val", val)):
-        findings += [] if dataset is None else _beyond_queries(config, split, dataset)
+        if queries is not None and dataset is not None:
+            findings += _beyond_queries(queries, split, dataset)
     scored = val or train
     if scored is not None:
         limits = config.evaluate.max_detections, config.suppression.keep
         findings += [Finding("objects_crowded", line) for line in crowding(scored, *limits)]
     return findings
-
-
-def _queries(config: ExperimentConfig) -> int | None:
-    """Returns the most objects that the model can find in an image; None: no limit."""
-    return getattr(config.model, "queries", None)
-
-
-def _from_scratch(config: ExperimentConfig, train: DetectionSet) -> list[Finding]:
-    images = len(train.records)
-    if _queries(config) is None or config.model.pretrained or images >= _FEW_IMAGES:
-        return []
-    name = next(iter(fitting_weights(config.model)), "FILE")
-    text = (
-        f"a DETR learns next to nothing of {images} images from random weights: start with "
-        f"--weights {name} (with -c: -o model.pretrained={name})"
-    )
-    return [Finding(DETR_FROM_SCRATCH, text)]
 
 
 def _tiny(config: ExperimentConfig, train: DetectionSet) -> list[Finding]:
@@ -91,10 +83,8 @@ def _tiny(config: ExperimentConfig, train: DetectionSet) -> list[Finding]:
     return [Finding(TINY_OBJECTS, text)]
 
 
-def _beyond_queries(config: ExperimentConfig, split: str, dataset: DetectionSet) -> list[Finding]:
-    queries = _queries(config)
-    if queries is None:
-        return []
+def _beyond_queries(queries: int, split: str, dataset: DetectionSet) -> list[Finding]:
+    """Warns if images show more objects than the model can find."""
     records = Records.of(dataset.records)
     count_N = np.bincount(records.image_O[~records.crowd_O], minlength=len(records))
     if not (count_N > queries).any():

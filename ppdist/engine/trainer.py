@@ -159,7 +159,7 @@ class Trainer:
         self._keep(snapshot)
         self.saving.warn_of_room(snapshot)
         self._seek()
-        self.log.begin_steps()
+        self.log.eta.begin_steps()
         return Next.CONTINUE
 
     def _restore_sums(self) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from ppdist.distributed import collectives
-from ppdist.optim.flat_storage import BUCKET_BYTES, FlatStorage, coalesce
+from ppdist.distributed import collectives, paddle_api
+from ppdist.optim.flat_storage import BUCKET_BYTES, FlatStorage
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class EMA:
         self.updates += steps
         for keys, storage in self._buckets:
             values = [masters[key] if key in masters else self._live[key] for key in keys]
-            _, value = coalesce([each.astype("float32") for each in values])
+            _, value = paddle_api.coalesce([each.astype("float32") for each in values])
             average = storage.gather() if len(keys) > 1 else self.average[keys[0]]
             # The difference of a constant (anchors) is 0, so it stays exactly what it is.
             # lerp_ says the same and took four times as long on a CPU.

@@ -76,17 +76,6 @@ class FlatStorage:
             paddle.assign(own.reshape(tensor.shape), tensor)
 
 
-@paddle.no_grad()
-def coalesce(tensors: Sequence[paddle.Tensor]) -> tuple[list[paddle.Tensor], paddle.Tensor]:
-    """Copies float32 tensors into one storage, by one operator.
-
-    Returns: the copies, which lie in it; all of it, without gaps, [F], or the one tensor.
-    """
-    if len(tensors) == 1:
-        return [*tensors], tensors[0]
-    return paddle_api.coalesced(tensors)
-
-
 class FlatGradients:
     """Gradients of one step in few storages, where few operators reach them.
 
@@ -132,7 +121,7 @@ class FlatGradients:
             for parameter in bucket:
                 if not parameter.grad.is_contiguous():  # that of a transposed one need not be
                     parameter.grad = parameter.grad.contiguous()
-            copies, flat_F = coalesce([parameter.grad for parameter in bucket])
+            copies, flat_F = paddle_api.coalesce([parameter.grad for parameter in bucket])
             self._flats.append(flat_F)
             self._copies.append(copies)
             for parameter, copy in zip(bucket, copies if len(bucket) > 1 else []):

@@ -63,21 +63,17 @@ class LRScheduler:
         """Learning rate of one optimizer step (0-based)."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
-        return self.peak_lr * self._decay(min(progress, 1.0), step)
-
-    def _decay(self, progress: float, step: int) -> float:
-        config = self.config
+        config, steps = self.config, max(1, self.total_steps - self.warmup_steps)
+        progress = min((step - self.warmup_steps) / steps, 1.0)
         if config.name == "step":
             passed = sum(step >= epoch * self.steps_per_epoch for epoch in config.step_epochs)
-            return config.step_factor**passed
+            return self.peak_lr * config.step_factor**passed
         if config.name == "linear":
-            return 1 - (1 - config.final_factor) * progress
+            return self.peak_lr * (1 - (1 - config.final_factor) * progress)
         if config.name == "flat_cosine":
             progress = max(0.0, progress - _FLAT) / (1 - _FLAT)
-        return config.final_factor + (1 - config.final_factor) * (
-            0.5 * (1 + math.cos(math.pi * progress))
-        )
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
+        return self.peak_lr * (config.final_factor + (1 - config.final_factor) * cosine)
 
 
 def effective_batch_ratio(

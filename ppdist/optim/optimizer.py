@@ -12,9 +12,8 @@ from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.config.optimizer import OptimizerConfig, ParameterGroupConfig
 from ppdist.distributed import paddle_api
 from ppdist.models.base import ImageModel, expected_keys, matching_keys, weight_sizes
-from ppdist.optim.lr_scheduler import LearningRates
 
-_FACTOR = "own_factor"  # beside Paddle's own "learning_rate" of a parameter
+FACTOR = "own_factor"  # beside Paddle's own "learning_rate" of a parameter
 _POWERS = ("beta1_pow_acc", "beta2_pow_acc")  # begin at beta, other accumulators at 0
 _MASTER = re.compile(r"fp32_master_\d+")
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.LayerNorm, nn.GroupNorm)
@@ -41,7 +40,7 @@ def build_optimizer(
     }
     if not config.decay_biases:
         exempt |= {id(parameter) for parameter in biases(model)}
-    group_of = parameter_groups(model, config.groups)
+    group_of = parameter_groups(model, config.groups) if config.groups else {}
     by_decay: dict[float, list[paddle.Tensor]] = {}
     for key, parameter in model.named_parameters():
         if not parameter.stop_gradient:
@@ -80,7 +79,7 @@ def build_optimizer(
         factor = factors.get(key, 1.0)
         if key in group_of:
             factor *= group_of[key].lr_factor
-        parameter.optimize_attr |= {"learning_rate": factor, _FACTOR: factor}
+        parameter.optimize_attr |= {"learning_rate": factor, FACTOR: factor}
     return optimizer
 
 
@@ -148,10 +147,8 @@ def layerwise_lr_factors(stages: dict[str, list[str]], decay: float) -> dict[str
     }
 
 
-def layerwise_lr_decay(model: ImageModel, decay: float | None) -> list[str]:
+def layerwise_lr_decay(model: ImageModel, decay: float) -> list[str]:
     """Log line: each stage's multiple of the rate."""
-    if decay is None:
-        return []
     stages = model.stages
     factors = layerwise_lr_factors(stages, decay)
     of_stages = (f"{name} x {factors[inside[0]]:.3g}" for name, inside in stages.items())
@@ -164,56 +161,7 @@ def biases(model: nn.Layer) -> list[paddle.Tensor]:
     return [p for key, p in named if key.rpartition(".")[2] == "bias" and not p.stop_gradient]
 
 
-def set_rates(
-    optimizer: paddle.optimizer.Optimizer,
-    bias_parameters: list[paddle.Tensor],
-    rates: LearningRates,
-) -> None:
-    """Sets the rates of one step.
-
-    Paddle keeps the rate of a single parameter as a multiple of the common one, or as a tensor, and
-    the momentum in its groups (the optimizer's own attribute is overwritten by them in every step).
-    Parameters of one multiple share a tensor, which Paddle would make for each.
-    """
-    optimizer.set_lr(rates.lr)
-    bias = rates.bias_lr / rates.lr if rates.lr else 1.0
-    biased = {id(parameter) for parameter in bias_parameters}
-    shared: dict[float, paddle.Tensor] = {}
-    common = paddle.full([1], rates.lr, "float32")
-    for parameter in paddle_api.trained_parameters(optimizer):
-        multiple = (bias if id(parameter) in biased else 1.0) * parameter.optimize_attr.get(
-            _FACTOR, 1.0
-        )
-        if multiple != 1.0 and multiple not in shared:
-            shared[multiple] = common * multiple
-        parameter.optimize_attr["learning_rate"] = shared.get(multiple, 1.0)
-    if isinstance(optimizer, paddle.optimizer.Momentum):
-        paddle_api.set_optimizer_momentum(optimizer, rates.momentum)
-
-
-def optimizer_arrays(
-    optimizer: paddle.optimizer.Optimizer, model: nn.Layer
-) -> dict[str, np.ndarray]:
-    """Optimizer state as `<parameter key>/<accumulator>` -> array.
-
-    Paddle names accumulators after generated parameter names (`conv2d_3.w_0_velocity_0`), which
-    change when another layer is built first; a checkpoint must not depend on that.  Float32
-    masters (AMP O2) are `<parameter key>/fp32_master_0`, and their accumulators
-    `<parameter key>/fp32_master_0_velocity_0`.
-    """
-    arrays = {}
-    state = dict(optimizer.state_dict())
-    masters = state.pop("master_weights", {})
-    names = _structured_keys(model)
-    tensors = [(name, value) for name, value in state.items() if isinstance(value, paddle.Tensor)]
-    tensors += [(value.name, value) for value in masters.values()]
-    for name, value in tensors:
-        key, rest = _split(name, names)
-        arrays[f"{key}/{rest}"] = value.numpy()
-    return arrays
-
-
-def _split(name: str, names: dict[str, str]) -> tuple[str, str]:
+def split_name(name: str, names: dict[str, str]) -> tuple[str, str]:
     """Structured key and accumulator."""
     end = name.rfind("_")
     while end > 0:
@@ -226,7 +174,7 @@ def _split(name: str, names: dict[str, str]) -> tuple[str, str]:
     )
 
 
-def _structured_keys(model: nn.Layer) -> dict[str, str]:
+def structured_keys(model: nn.Layer) -> dict[str, str]:
     """Generated name -> structured key."""
     return {parameter.name: key for key, parameter in model.named_parameters()}
 
@@ -234,7 +182,7 @@ def _structured_keys(model: nn.Layer) -> dict[str, str]:
 def load_optimizer_arrays(
     optimizer: paddle.optimizer.Optimizer, model: nn.Layer, arrays: dict[str, np.ndarray]
 ) -> None:
-    """Restores what `optimizer_arrays` gave, in place of all state there is.
+    """Restores what `Updater.state` gave, in place of all state there is.
 
     Raises: CheckpointError: an entry belongs to no parameter of this model, or to an optimizer of
         another kind.
@@ -246,7 +194,7 @@ def load_optimizer_arrays(
             code="checkpoint_of_other_config",
             fix="resume with the configuration the run was started with",
         )
-    generated = {key: name for name, key in _structured_keys(model).items()}
+    generated = {key: name for name, key in structured_keys(model).items()}
     state: dict = {}
     masters: dict = {}
     for entry, array in arrays.items():
@@ -287,7 +235,7 @@ def _begin_anew(optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
 def filter_optimizer_state(
     optimizer: paddle.optimizer.Optimizer, model: nn.Layer, arrays: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], str]:
-    """What `optimizer_arrays` gave, for the parameters that train now.
+    """What `Updater.state` gave, for the parameters that train now.
 
     Those that were frozen then begin with the state of a first step; the state of those that are
     frozen now is left out.

@@ -23,7 +23,13 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Layer, spread: bool) -> None:
         """Args: spread: as above, if there are several."""
-        tensors = running_statistics(model)
+        norms = (nn.BatchNorm1D, nn.BatchNorm2D)
+        layers = [
+            layer
+            for layer in model.sublayers()
+            if isinstance(layer, norms) and not paddle_api.normalises_by_running(layer)  # they stay
+        ]
+        tensors = [tensor for layer in layers for tensor in paddle_api.running_statistics(layer)]
         self._storage = FlatStorage(tensors) if tensors else None
         if self._storage is not None:
             self._places = self._storage.places()
@@ -112,11 +118,3 @@ class RunningStatistics:
     def _set(self, values_F: Tensor) -> None:
         assert self._storage is not None
         self._storage.scatter(paddle.assign(values_F, self._storage.gather()))
-
-
-def running_statistics(model: nn.Layer) -> list[Tensor]:
-    """Means and variances of batch norm that training moves, float32."""
-    norms = (nn.BatchNorm1D, nn.BatchNorm2D)
-    layers = [layer for layer in model.sublayers() if isinstance(layer, norms)]
-    layers = [layer for layer in layers if not paddle_api.normalises_by_running(layer)]  # they stay
-    return [tensor for layer in layers for tensor in paddle_api.running_statistics(layer)]

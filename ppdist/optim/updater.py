@@ -10,11 +10,12 @@ from paddle import Tensor, nn
 from ppdist.distributed import data_parallel, paddle_api
 from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import (
+    FACTOR,
     biases,
     filter_optimizer_state,
     load_optimizer_arrays,
-    optimizer_arrays,
-    set_rates,
+    split_name,
+    structured_keys,
 )
 
 
@@ -32,13 +33,26 @@ class Updater:
         self._model = model
         self._biases = biases(model)
 
-    def clear_gradients(self) -> None:
-        """Drops the gradients of all parameters."""
-        self.optimizer.clear_grad()
-
     def set_rates(self, rates: LearningRates) -> None:
-        """Sets the rates of one step."""
-        set_rates(self.optimizer, self._biases, rates)
+        """Sets the rates of one step.
+
+        Paddle keeps the rate of a single parameter as a multiple of the common one, or as a tensor,
+        and the momentum in its groups (the optimizer's own attribute is overwritten by them in
+        every step).  Parameters of one multiple share a tensor, which Paddle would make for each.
+        """
+        self.optimizer.set_lr(rates.lr)
+        bias = rates.bias_lr / rates.lr if rates.lr else 1.0
+        biased = {id(parameter) for parameter in self._biases}
+        shared: dict[float, Tensor] = {}
+        common = paddle.full([1], rates.lr, "float32")
+        for parameter in paddle_api.trained_parameters(self.optimizer):
+            factor = parameter.optimize_attr.get(FACTOR, 1.0)
+            multiple = (bias if id(parameter) in biased else 1.0) * factor
+            if multiple != 1.0 and multiple not in shared:
+                shared[multiple] = common * multiple
+            parameter.optimize_attr["learning_rate"] = shared.get(multiple, 1.0)
+        if isinstance(self.optimizer, paddle.optimizer.Momentum):
+            paddle_api.set_optimizer_momentum(self.optimizer, rates.momentum)
 
     def update(self, step: Callable[[Any], None]) -> None:
         """Makes an update.
@@ -46,10 +60,6 @@ class Updater:
         Args: step: makes it with the optimizer that it is given, as `GradScaler.step` does.
         """
         step(self.wrapped)
-
-    def forget_lists(self) -> None:
-        """Has Paddle look anew for the parameters that have a gradient."""
-        paddle_api.forget_update_lists(self.optimizer)
 
     def masters(self) -> dict[str, Tensor]:
         """Float32 masters of low-precision parameters (AMP O2), by state-dict key."""
@@ -64,8 +74,24 @@ class Updater:
         return [*masters.values(), *(x for x in state.values() if isinstance(x, Tensor))]
 
     def state(self) -> dict[str, np.ndarray]:
-        """All state as arrays, on rank 0.  Collective where ranks have shares of it."""
-        return optimizer_arrays(self.optimizer, self._model)
+        """Returns all state as arrays, on rank 0: `<parameter key>/<accumulator>` -> array.
+
+        Collective where ranks have shares of it.  Paddle names accumulators after generated
+        parameter names (`conv2d_3.w_0_velocity_0`), which change when another layer is built first;
+        a checkpoint must not depend on that.  Float32 masters (AMP O2) are
+        `<parameter key>/fp32_master_0`, and their accumulators
+        `<parameter key>/fp32_master_0_velocity_0`.
+        """
+        arrays = {}
+        state = dict(self.optimizer.state_dict())
+        masters = state.pop("master_weights", {})
+        names = structured_keys(self._model)
+        tensors = [(name, value) for name, value in state.items() if isinstance(value, Tensor)]
+        tensors += [(value.name, value) for value in masters.values()]
+        for name, value in tensors:
+            key, rest = split_name(name, names)
+            arrays[f"{key}/{rest}"] = value.numpy()
+        return arrays
 
     def load(self, arrays: dict[str, np.ndarray]) -> str:
         """Restores what `state` gave.

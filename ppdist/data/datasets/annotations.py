@@ -13,6 +13,7 @@ import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -246,15 +247,15 @@ _OF_IMAGES = {  # kinds of which an image has one, not each of its objects
 }
 
 
+@dataclass
 class Strictly:
     """`Complain` for training: errors stop it, warnings are logged by kind.
 
     Errors stop it once a split is read; each kind of warning becomes one line.
     """
 
-    def __init__(self) -> None:
-        self._first: dict[str, Issue] = {}
-        self._counts: Counter[str] = Counter()
+    _first: dict[str, Issue] = field(default_factory=dict)
+    _counts: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, issue: Issue) -> None:
         self._first.setdefault(issue.code, issue)
@@ -386,8 +387,9 @@ def to_detection_set(
             where=columns.source,
             fix="check how the boxes were written or exported",
         )
-    said = _say_lost(columns, lost, int((annotated_N == 0).sum()))
-    notes = (*notes, *_say_repeats(columns, repeats_N), *policy.report(), *said)
+    notes += (_repeats_line(columns, repeats_N),) if repeats_N.any() else ()
+    notes += policy.report()
+    notes += (_lost_line(columns, lost, int((annotated_N == 0).sum())),) if lost else ()
     repeats_N = repeats_N[kept_N]
     repeated = np.flatnonzero(repeats_N)
     return DetectionSet(
@@ -418,30 +420,23 @@ def absolute_paths(paths: Iterable[str]) -> list[str]:
     return result
 
 
-def _say_repeats(columns: RawColumns, repeats_N: np.ndarray) -> tuple[str, ...]:
-    """A line about boxes that repeat another one; (): there are none."""
-    if not repeats_N.any():
-        return ()
+def _repeats_line(columns: RawColumns, repeats_N: np.ndarray) -> str:
+    """Says how many boxes repeat another one."""
     images = np.flatnonzero(repeats_N)
-    line = (
+    return (
         f"{columns.source}: {repeats_N.sum()} duplicates among {len(columns.image_O)} boxes count "
         f"once (data.duplicate_boxes): same image, class and box, in {len(images)} images, first "
         f"{columns.paths[images[0]]}"
     )
-    return (line,)
 
 
-def _say_lost(columns: RawColumns, lost: Sequence[str], background: int) -> tuple[str, ...]:
-    """A line about images without a good box."""
-    if not lost:
-        return ()
-    count = len(columns.paths)
-    line = (
-        f"{columns.source}: {len(lost)} of {count} images are left out, because none of "
-        f"their boxes can be used: {listed(lost, 3)} ({background} images are annotated to show "
+def _lost_line(columns: RawColumns, lost: Sequence[str], background: int) -> str:
+    """Says which images have no good box."""
+    return (
+        f"{columns.source}: {len(lost)} of {len(columns.paths)} images are left out, because none "
+        f"of their boxes can be used: {listed(lost, 3)} ({background} images are annotated to show "
         f"no object, and stay as background)"
     )
-    return (line,)
 
 
 class _Good(NamedTuple):
@@ -495,6 +490,7 @@ _SAID = {  # of a bad box: to who asked to stop there, and where they are counte
 }
 
 
+@dataclass
 class BoxPolicy:
     """Applies `data.bad_boxes` to a split and says once what it did.
 
@@ -503,11 +499,10 @@ class BoxPolicy:
     is cut off silently.  What is bad: see box_problem.
     """
 
-    def __init__(self, policy: str, source: str) -> None:
-        self._policy = policy
-        self._source = source
-        self._boxes = 0
-        self._counts: Counter[str] = Counter()
+    policy: str
+    source: str
+    _boxes: int = 0
+    _counts: Counter[str] = field(default_factory=Counter)
 
     def apply(
         self,
@@ -530,7 +525,7 @@ class BoxPolicy:
         bad = np.flatnonzero(problem_P)
         if not len(bad):
             return cut_boxes(boxes_P4, sizes_P2), problem_P == 0
-        if self._policy == "error":
+        if self.policy == "error":
             first = int(bad[0])
             x1, y1, x2, y2 = boxes_P4[first].tolist()
             height, width = sizes_P2[first].tolist()
@@ -541,7 +536,7 @@ class BoxPolicy:
                 where=where(int(numbers_P[first])),
                 fix="fix the file, or set data.bad_boxes: clip",
             )
-        if self._policy == "clip":
+        if self.policy == "clip":
             boxes_P4 = boxes_P4.copy()
             swapped = bad[problem_P[bad] == _PROBLEMS.index("box_swapped")]
             self._count("put in order", "box_swapped", len(swapped))
@@ -573,7 +568,7 @@ class BoxPolicy:
         """
         if not self._counts:
             return ()
-        return (f"{self._source}: {self.done} (data.bad_boxes: {self._policy})",)
+        return (f"{self.source}: {self.done} (data.bad_boxes: {self.policy})",)
 
 
 _ROUNDING = 1.0  # pixels by which a box may stick out without a word: formats round and count

@@ -14,6 +14,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -111,12 +112,7 @@ def _kept_or_read(
 
     Raises: DataError: the split cannot be read, or as `check`.
     """
-    limit = None if whole else _section(config, split).limit
-
-    def read() -> Read:
-        found = _read_split(config, split, masks, whole)
-        return found._replace(dataset=limited(found.dataset, limit, f"data.{split}.limit"))
-
+    read = partial(_read_split, config, split, masks, whole)
     fields = {"format", "train", "val", "test", "val_fraction", "class_names"}
     fields |= {"bad_boxes", "duplicate_boxes"}
     place = os.path.abspath(config.root), config.root
@@ -243,13 +239,16 @@ def _section(config: DataConfig, split: Split) -> SplitConfig:
 
 
 def _read_split(config: DataConfig, split: Split, masks: bool, whole: bool) -> Read:
+    """Reads a split from its files: its part, and of that at most `data.*.limit` images."""
     strictly = Strictly()
     look_anew()
+    limit = None if whole else _section(config, split).limit
+    key = f"data.{split}.limit"
     if config.task == "classify":
         dataset = _classified(config, split, strictly)
         said = strictly.report(dataset)
         dataset = replace(dataset, notes=(*dataset.notes, *said))
-        return Read(dataset, said, _sources(config, split, ()))
+        return Read(limited(dataset, limit, key), said, _sources(config, split, ()))
     raw: RawSet | RawColumns
     if config.format == "coco":
         raw = _columns(config, split, strictly, masks)
@@ -274,6 +273,7 @@ def _read_split(config: DataConfig, split: Split, masks: bool, whole: bool) -> R
         beside.update(os.path.dirname(image.where) for image in raw.images)
     elif strictly.met("size_missing"):
         beside.update(map(os.path.dirname, raw.paths))
+    dataset = limited(dataset, limit, key)
     return Read(dataset, dataset.notes, _sources(config, split, beside))
 
 

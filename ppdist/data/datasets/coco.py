@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -122,7 +123,7 @@ def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
     images = [_with_name(_value(entry)) for entry in parts["images"]]
     names = [str(entry.get("file_name", "")) for entry in images if isinstance(entry, dict)]
     categories = [*map(_value, parts["categories"])]
-    used = _used_categories(parts["annotations"])
+    used = partial(_used_categories, parts["annotations"])
     return names, classes_of(categories, used, annotations, quietly).names
 
 
@@ -269,7 +270,7 @@ def _read(
     """Reads images and objects of a COCO file."""
     parts = _parts(file, complain, "annotations")
     categories, annotations = [*map(_value, parts["categories"])], parts["annotations"]
-    classes = classes_of(categories, _used_categories(annotations), file, complain, known)
+    classes = classes_of(categories, partial(_used_categories, annotations), file, complain, known)
     content = _File(folder, file, keep, classes, complain)
     content.add_images(parts["images"])
     content.add_objects(annotations)
@@ -312,10 +313,16 @@ class _File:
         first: dict[int, int] = {}  # number of the entry, by id
         paths: set[str] = set()
         for number, entry in enumerate(entries):
-            row = self._usual_image(entry) or self._unusual_image(entry, number)
-            if row is None:
-                continue
-            identity, path, size = row
+            try:
+                image = _image(entry)
+            except _UNUSUAL:
+                row = self._unusual_image(entry, number)
+                if row is None:
+                    continue
+                identity, path, size = row
+            else:
+                identity, path = image.id, self._path(image.file_name)
+                size = Size(image.width, image.height, True)
             if (before := first.setdefault(identity, number)) != number:
                 what = f"images[{number}] has the same id as images[{before}]: {identity}"
                 self._complain(Issue("image_id_duplicate", what, where=str(self._file)))
@@ -347,14 +354,6 @@ class _File:
                 return path
         image = find_image(self._folder, name, str(self._file), self._complain)
         return "" if image is None else str(image)
-
-    def _usual_image(self, entry: Any) -> tuple[int, str, Size] | None:
-        """Id, path and size of an image that fits the schema; else None."""
-        try:
-            image = _image(entry)
-        except _UNUSUAL:
-            return None
-        return image.id, self._path(image.file_name), Size(image.width, image.height, True)
 
     def _unusual_image(self, entry: Any, number: int) -> tuple[int, str, Size] | None:
         """Id, path and size of an image, looked at key by key; None without an id."""
@@ -576,14 +575,10 @@ def _check_keys(part: str, number: int, entry: Any, file: Path) -> None:
 # --- classes --------------------------------------------------------------------------------------
 
 
-def _used_categories(annotations: Sequence[Any]) -> Callable[[], Collection[int | None]]:
-    """A look at which categories have objects; few files need it."""
-
-    def used() -> Collection[int | None]:
-        entries = filter(lambda value: isinstance(value, dict), map(_value, annotations))
-        return {whole_number(entry.get("category_id")) for entry in entries}
-
-    return used
+def _used_categories(annotations: Sequence[Any]) -> Collection[int | None]:
+    """Returns the ids of the categories that have objects."""
+    entries = filter(lambda value: isinstance(value, dict), map(_value, annotations))
+    return {whole_number(entry.get("category_id")) for entry in entries}
 
 
 def classes_of(
@@ -596,7 +591,7 @@ def classes_of(
     """Maps categories to classes: merges equal names, drops a mere group.
 
     Args:
-        used: finds the ids that annotations have.
+        used: finds the ids that annotations have, which few files need.
         known: the classes; categories are those of the same name.  Without it, all names in the
             order of their ids.
     Raises: DataError: an entry is malformed.

@@ -24,14 +24,14 @@ class _Misreading(NamedTuple):
 
     reread: boxes [P, 4], xyxy, as read -> as they were meant.
     shows: boxes and sides of their images [P, 4] -> which are no boxes as read, and unlikely to be
-        so for another reason.
+        so for another reason; None: all that do not fit.
     names: of the four numbers, as the format has them and as they were meant.
     fix: how to write them.
     fewest, share: more boxes than this must show it, and more than this part of all.
     """
 
     reread: Callable[[np.ndarray], np.ndarray]
-    shows: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    shows: Callable[[np.ndarray, np.ndarray], np.ndarray] | None
     names: tuple[str, str]
     fix: str
     fewest: int = _FEWEST_ALIKE - 1
@@ -54,10 +54,6 @@ def _first_corner_in_yolo(boxes_P4: np.ndarray) -> np.ndarray:
 
 def _sides_in_voc(boxes_P4: np.ndarray) -> np.ndarray:
     return np.concatenate([boxes_P4[:, :2], boxes_P4[:, 2:] + boxes_P4[:, :2]], axis=1)
-
-
-def _unfit(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray:
-    return ~_fit(boxes_P4, sides_P4)
 
 
 def _past_first_borders(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray:
@@ -86,7 +82,7 @@ _MISREADINGS = {
     "coco": (
         _Misreading(
             _corners_in_coco,
-            _unfit,
+            None,
             ("[x, y, width, height]", "[x1, y1, x2, y2]"),
             "write width = x2 - x1 and height = y2 - y1",
         ),
@@ -94,7 +90,7 @@ _MISREADINGS = {
     "yolo": (
         _Misreading(
             _corners_in_yolo,
-            _unfit,
+            None,
             ("class cx cy w h", "class x1 y1 x2 y2"),
             "write the centre, width and height of each box as fractions of the image",
         ),
@@ -164,7 +160,10 @@ def check_boxes(columns: RawColumns, data_format: str) -> None:
             fix="multiply x and width by the width of the image, y and height by its height",
         )
     for misreading in _MISREADINGS.get(data_format, ()):
-        wrong_P = misreading.shows(boxes_P4, sides_P4)
+        if misreading.shows is None:
+            wrong_P = ~_fit(boxes_P4, sides_P4)
+        else:
+            wrong_P = misreading.shows(boxes_P4, sides_P4)
         if wrong_P.sum() <= misreading.fewest or wrong_P.mean() <= misreading.share:
             continue
         fit_P = _fit(misreading.reread(boxes_P4), sides_P4)

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from ppdist.common.errors import CheckpointError
 from ppdist.common.manifest import CARD_NOTE
-from ppdist.config.validate import config_warnings
+from ppdist.config.experiment import config_warnings
 from ppdist.models.model_card import AGPL, read_card
 from ppdist.models.weights import read_arrays, write_arrays
 from tests.errors import raises

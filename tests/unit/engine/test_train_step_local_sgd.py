@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from ppdist.distributed import comm
-from ppdist.optim.optimizer import optimizer_arrays
 from tests.distributed import run_on_ranks
 from tests.unit.engine.tiny import build_step, ema_of, fixed_batch, init_cpu, take_step, tiny_config
 
@@ -57,7 +56,7 @@ def state_of(train_step):
     groups = {
         "model": train_step.model.state_dict(),
         "ema": ema_of(train_step).average,
-        "optimizer": optimizer_arrays(train_step.optimizer.optimizer, train_step.model),
+        "optimizer": train_step.optimizer.state(),
     }
     return {
         name: {key: np.array(value) for key, value in group.items()}

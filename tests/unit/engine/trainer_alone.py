@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 from paddle import nn
 
+from ppdist.common.eta import ETA
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.train import EMAConfig, MicroBatches
@@ -83,14 +84,15 @@ class Images:
 class Lines:
     """Writes lines to standard error."""
 
+    def __init__(self) -> None:
+        self.eta = ETA(3)
+
     def info(self, message: str) -> None:
         print(message, file=sys.stderr)
 
     warning = info
 
     def metrics(self, record: dict[str, Any]) -> None: ...
-
-    def begin_steps(self) -> None: ...
 
     def spending(self, part: str, step: int) -> AbstractContextManager[None]:
         return nullcontext()

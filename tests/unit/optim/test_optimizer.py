@@ -9,12 +9,10 @@ from ppdist.config.optimizer import OptimizerConfig
 from ppdist.optim.ema import EMA, Decay
 from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import (
-    biases,
     build_optimizer,
     load_optimizer_arrays,
-    optimizer_arrays,
-    set_rates,
 )
+from ppdist.optim.updater import Updater
 from tests.errors import raises
 
 
@@ -58,7 +56,7 @@ def test_state_survives_other_generated_names(name):
     optimizer = build_optimizer(model, config, 0.01, False)
     train(model, optimizer, 3)
     weights = {key: value.numpy().copy() for key, value in model.state_dict().items()}
-    state = optimizer_arrays(optimizer, model)
+    state = Updater(optimizer, model).state()
     assert all("/" in key and key.split("/")[0] in weights for key in state)
 
     nn.Linear(2, 2)  # shifts Paddle's generated names
@@ -115,7 +113,7 @@ def test_biases_and_momentum_follow_rates_of_their_own():
         )
         optimizer.clear_grad()
         model(paddle.ones([4, 3])).square().sum().backward()
-        set_rates(optimizer, biases(model), rates)
+        Updater(optimizer, model).set_rates(rates)
         optimizer.step()
         for key, parameter in model.named_parameters():
             velocity[key] = rates.momentum * velocity[key] + parameter.grad.numpy()
@@ -160,7 +158,7 @@ def test_master_weights_survive_other_names(name):
             value.fill_(np.random.RandomState(value.size).rand())
     for master in optimizer._master_weights.values():
         master.fill_(0.1)
-    state = optimizer_arrays(optimizer, model)
+    state = Updater(optimizer, model).state()
     assert state["0.weight/fp32_master_0"].dtype == np.float32
 
     nn.Linear(2, 2)  # shifts Paddle's generated names
@@ -168,7 +166,7 @@ def test_master_weights_survive_other_names(name):
     resumed = optimizer_of(other)
     load_optimizer_arrays(resumed, other, state)
     create_state(resumed, other)
-    restored = optimizer_arrays(resumed, other)
+    restored = Updater(resumed, other).state()
     assert set(restored) == set(state)
     for key, value in state.items():
         assert np.array_equal(value, restored[key]), key
@@ -178,7 +176,7 @@ def test_state_of_other_optimizer_kind_refused():
     model = network()
     optimizer = build_optimizer(model, OptimizerConfig(name="momentum"), 0.01, False)
     train(model, optimizer, 1)
-    state = optimizer_arrays(optimizer, model)
+    state = Updater(optimizer, model).state()
     other = build_optimizer(model, OptimizerConfig(name="adamw"), 0.01, False)
     with raises("checkpoint_of_other_config"):
         load_optimizer_arrays(other, model, state)

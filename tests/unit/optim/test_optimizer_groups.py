@@ -8,12 +8,11 @@ from paddle import nn
 from ppdist.config.optimizer import OptimizerConfig, ParameterGroupConfig
 from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import (
-    biases,
     build_optimizer,
     parameter_group_lines,
     parameter_groups,
-    set_rates,
 )
+from ppdist.optim.updater import Updater
 from tests.errors import raises
 
 
@@ -123,7 +122,7 @@ def test_groups_have_their_own_rate_and_decay(name):
         rate = 0.02 * step
         model.head.weight.stop_gradient = model.head.bias.stop_gradient = False
         gradients = gradients_of(model, step)
-        set_rates(optimizer, biases(model), LearningRates(rate, rate, 0.9))
+        Updater(optimizer, model).set_rates(LearningRates(rate, rate, 0.9))
         model.head.weight.stop_gradient = model.head.bias.stop_gradient = True
         optimizer.step()
         for key, parameter in model.named_parameters():

@@ -10,12 +10,11 @@ from ppdist.config.optimizer import OptimizerConfig
 from ppdist.models.yolov5 import YOLOv5Classifier
 from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import (
-    biases,
     build_optimizer,
     layerwise_lr_decay,
     layerwise_lr_factors,
-    set_rates,
 )
+from ppdist.optim.updater import Updater
 
 DECAY = 0.5
 
@@ -66,7 +65,6 @@ def test_a_classifier_has_no_neck_to_count():
 
 
 def test_the_log_says_the_rate_of_each_stage():
-    assert layerwise_lr_decay(Net(), None) == []
     assert layerwise_lr_decay(Net(), DECAY) == [
         "learning rates by stage: backbone.stem x 0.0625, backbone.stages.0 x 0.125, "
         "backbone.stages.1 x 0.25, neck x 0.5, head x 1"
@@ -91,7 +89,7 @@ def test_momentum_moves_stages_and_biases_by_own_lr():
     for step in range(4):
         rates = LearningRates(lr=0.05 * (step + 1), bias_lr=0.4 / (step + 1), momentum=0.9)
         gradients = gradients_of(model, step)
-        set_rates(optimizer, biases(model), rates)
+        Updater(optimizer, model).set_rates(rates)
         optimizer.step()
         for key, parameter in model.named_parameters():
             bias = key.endswith("bias")

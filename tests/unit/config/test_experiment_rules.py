@@ -2,8 +2,7 @@
 
 import pytest
 
-from ppdist.config.experiment import load_config
-from ppdist.config.validate import config_warnings
+from ppdist.config.experiment import config_warnings, load_config
 from tests.errors import raises
 from tests.unit.engine.tiny import tiny_config
 
