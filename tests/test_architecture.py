@@ -45,6 +45,12 @@ PADDLES_INSIDE = ("paddle.base", "paddle.framework.core")
 # Private attributes that are not Paddle's: of named tuples, of os, of a trial of Optuna.
 OTHERS_PRIVATE = {"_replace", "_asdict", "_exit", "_trial_id"}
 BUILD = "ppdist.engine.build"  # alone sees data, models, losses and optimizer together
+# Whatever draws or judges a run.  Up to the engine only those know it that put a run together.
+DRAWS = (
+    "ppdist.viz", "ppdist.report",
+    "ppdist.metrics.analysis", "ppdist.metrics.run", "ppdist.metrics.verdict",
+)  # fmt: skip
+PUT_TOGETHER = (BUILD, "ppdist.engine.run", "ppdist.export.run")
 # What the parts hand to each other: knowing these is not knowing a part.
 CONTRACTS = ("ppdist.data.types", "ppdist.models.base", "ppdist.losses.base")
 
@@ -128,7 +134,7 @@ CARRIES = {
     "ppdist.models.yolov5": (16, 2700),
     "ppdist.models.rtdetr": (23, 4100),
     "ppdist.engine.train_step": (46, 7500),
-    "ppdist.engine.trainer": (155, 39100),
+    "ppdist.engine.trainer": (150, 37200),
 }
 NAMED = re.compile(r"(ppdist(?:\.\w+)+)(?::\w+)?")
 
@@ -220,6 +226,18 @@ def test_only_build_imports_all_four_training_parts() -> None:
         if target not in CONTRACTS and folder(module) in ("engine", "export"):
             seen.setdefault(module, set()).update(parts & {folder(target)})
     assert {module for module, found in seen.items() if found == parts} <= {BUILD}
+
+
+def test_the_core_knows_nothing_of_what_draws() -> None:
+    wrong = [
+        f"{where}: {module} imports {target}"
+        for module, target, where in arrows()
+        if any(inside(target, name) for name in DRAWS)
+        and not any(inside(module, name) for name in DRAWS)
+        and floor(module) <= floor("ppdist.engine")
+        and module not in PUT_TOGETHER
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_only_models_losses_and_build_know_detectors() -> None:

@@ -49,6 +49,7 @@ def main() -> int:
     from ppdist.data.datasets.build import has_objects
     from ppdist.distributed import comm
     from ppdist.engine.run import prepare_evaluation
+    from ppdist.metrics.analysis import analyse
     from ppdist.models.model_card import read_card_or_warn
 
     config = config_for(arguments)
@@ -84,7 +85,7 @@ def main() -> int:
             return {}
         metrics = evaluator.measure(found)
         step = step_of(Path(arguments.weights))
-        analysis = evaluator.analyse(found, step)
+        analysis = analyse(evaluator.scored, found, step, config.evaluate.max_detections)
         if arguments.json:
             keys = {"images", "left_out", "duplicate_boxes"}  # the last of a detector
             on = {key: value for key, value in analysis.items() if key in keys}
@@ -128,7 +129,8 @@ def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
 
     Args: metrics: -1 where there is no such object, which is shown as a dash.
     """
-    from ppdist.metrics.analysis import class_table, duplicates_line
+    from ppdist.metrics.analysis import class_table
+    from ppdist.metrics.scored import duplicates_line
 
     def shown(value: float) -> str:
         if isinstance(value, int):  # a count

@@ -167,7 +167,9 @@ def cross_key_errors(config: ExperimentConfig) -> Iterator[str]:
             f"leave loss.name out"
         )
     known = CLASSIFICATION_METRICS if task == "classify" else DETECTION_METRICS
-    metrics = {"evaluate.metric": (config.evaluate.metric, known)}
+    metrics: dict[str, tuple[str | None, tuple[str, ...]]] = {
+        "evaluate.metric": (config.evaluate.metric, known)
+    }
     if config.early_stopping is not None:
         more = ("val_loss",) if task == "classify" else ("f1", "val_loss")
         metrics["early_stopping.metric"] = config.early_stopping.metric, (*known, *more)
@@ -262,13 +264,13 @@ def _ignored(config: ExperimentConfig) -> Iterator[str]:
                 "it out"
             )
     if config.optimizer.name == "adamw":
-        of_momentum = {
+        of_momentum: dict[str, bool | float | None] = {
             "optimizer.nesterov": config.optimizer.nesterov,
             "schedule.warmup_momentum": config.schedule.warmup_momentum,
         }
-        for key, given in of_momentum.items():
-            if given not in (None, False):
-                off = "false" if given is True else "null"
+        for key, value in of_momentum.items():
+            if value not in (None, False):
+                off = "false" if value is True else "null"
                 yield f"{key}: has no effect with optimizer.name: adamw; set it to {off}"
 
 

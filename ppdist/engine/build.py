@@ -47,7 +47,7 @@ from ppdist.engine.data import BatchSource, Blocklist, images_of_epoch, read_set
 from ppdist.engine.digests import note_digests
 from ppdist.engine.distillation import DistilledLoss, build_distillation
 from ppdist.engine.evaluation import Evaluations
-from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
+from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, Observer, ValidationLoss
 from ppdist.engine.messages import (
     About,
     Messages,
@@ -58,7 +58,13 @@ from ppdist.engine.messages import (
     model_line,
     train_line,
 )
-from ppdist.engine.monitor import HeartbeatCallback, MetricsLogger, StragglerMonitor, loggers
+from ppdist.engine.monitor import (
+    EpochLogger,
+    EvaluationLogger,
+    HeartbeatCallback,
+    MetricsLogger,
+    StragglerMonitor,
+)
 from ppdist.engine.output_dirs import OutputDirs, find_output_dirs
 from ppdist.engine.policies.average import AveragedWeights
 from ppdist.engine.policies.bad_images import BadImages
@@ -90,9 +96,9 @@ from ppdist.engine.suitability import findings_of
 from ppdist.engine.time_budget import TimeBudget
 from ppdist.engine.train_step import StepSettings, TrainStep
 from ppdist.engine.trainer import Trainer, TrainingParts
-from ppdist.engine.visualize import BatchPictures, Put
 from ppdist.losses.base import Loss
-from ppdist.metrics.verdict import DETR_FROM_SCRATCH, Finding
+from ppdist.metrics.analysis import analyse
+from ppdist.metrics.findings import DETR_FROM_SCRATCH, Finding
 from ppdist.models import build as models
 from ppdist.models.base import ImageModel, freeze, freezing
 from ppdist.models.complexity import Complexity, complexity
@@ -104,6 +110,7 @@ from ppdist.optim.exchange import Exchange
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay, parameter_group_lines
 from ppdist.optim.sharded_updater import ShardedUpdater
 from ppdist.optim.updater import Updater
+from ppdist.viz.run_pictures import BatchPictures, EvaluationPictures, Put
 
 _LOST_HOST_SECONDS = 120.0  # NFS gives its locks back after 90
 # The losses of our models, by `model.name`; the models are in ppdist/models/build.py.
@@ -493,9 +500,10 @@ def _build_trainer(
     if isinstance(train_step.loss, DistilledLoss):
         log.detail(train_step.loss.distillation.about)
 
+    # No other rank shows pictures.
+    pictures = EvaluationPictures(names, config.log.images if comm.is_main() else 0)
     evaluator = None
     if val_set is not None:
-        pictures = config.log.images if comm.is_main() else 0  # no other rank shows them
         measured = train_step.loss.without_teacher
         evaluator = build_evaluator(config, val_set, model, pictures, measured)
     save_every, evaluate_every = intervals(config, schedule, train_step.exchange)
@@ -530,11 +538,37 @@ def _build_trainer(
             StragglerMonitor(log),
             metrics_logger,
             means,
-            *loggers(log, means, schedule.steps_per_epoch, evaluator),
+            *_loggers(decisions, log, means, evaluator, pictures),
             *callbacks,
         ],
     )  # fmt: skip
     return Trainer(parts)
+
+
+def _loggers(
+    decisions: Decisions,
+    log: RunLog,
+    means: EpochMeans,
+    evaluator: Evaluator | ClassificationEvaluator | None,
+    pictures: EvaluationPictures,
+) -> list[Callback]:
+    """Callbacks that report epochs and evaluations.
+
+    Args: evaluator: None: nothing is evaluated.
+    """
+    steps = decisions.schedule.steps_per_epoch
+    if evaluator is None:
+        return [EpochLogger(log, means, steps)]
+    most = decisions.config.evaluate.max_detections
+    return [
+        EpochLogger(log, means, steps, evaluator.headline[:2]),
+        EvaluationLogger(
+            log,
+            steps,
+            show=partial(pictures.show, log),
+            analyse=lambda step: analyse(evaluator.scored, evaluator.results, step, most),
+        ),
+    ]
 
 
 def _speed_up(
@@ -755,9 +789,11 @@ def build_batch_source(
         put: writes them, see `RunLog.put`.
     """
     augment = config.data.augment.with_epoch_scale(schedule.phase_scale)
-    data, pictures = config.data.model_copy(update={"augment": augment}), None
+    data, watch = config.data.model_copy(update={"augment": augment}), None
     if plots is not None and comm.is_main() and config.log.images:
-        pictures = BatchPictures(plots, train_set.class_names, data, schedule, put)
+        steps = schedule.steps_per_epoch
+        epochs = -(-schedule.schedule_steps // steps)
+        watch = BatchPictures(plots, train_set.class_names, data, steps, epochs, put).watching
     size = config.model.image_size
     return BatchSource(
         train_set,
@@ -766,7 +802,7 @@ def build_batch_source(
         sizes=config.train.multi_scale or (size,),
         plain_size=size,
         seed=config.seed,
-        pictures=pictures,
+        watch=watch,
     )
 
 
@@ -774,7 +810,7 @@ def build_evaluator(
     config: ExperimentConfig,
     dataset: DetectionSet,
     model: ImageModel,
-    max_pictures: int = 0,
+    observer: Observer | None = None,
     loss: Loss | None = None,
     nms: NMSConfig | None = None,
 ) -> Evaluator | ClassificationEvaluator:
@@ -783,6 +819,7 @@ def build_evaluator(
     Every rank builds one.
 
     Args:
+        observer: looks on; None: nobody does.
         loss: the training loss, measured as well; None: not measured.
         nms: of a detector; None: that of the configuration.
     """
@@ -799,13 +836,13 @@ def build_evaluator(
     )
     measured = None if loss is None else ValidationLoss(loss, loader, dataset.unreadable)
     if model.task == "classify":
-        return ClassificationEvaluator(dataset, loader, max_pictures=max_pictures, loss=measured)
+        return ClassificationEvaluator(dataset, loader, observer=observer, loss=measured)
     return Evaluator(
         dataset,
         loader,
         nms or config.suppression,
         max_detections=config.evaluate.max_detections,
-        max_pictures=max_pictures,
+        observer=observer,
         loss=measured,
     )
 

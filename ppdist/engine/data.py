@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +28,6 @@ from ppdist.distributed.agreement import equal_ranks
 from ppdist.distributed.progress import Progress
 from ppdist.engine.parts import ClassScores
 from ppdist.engine.schedule_setup import ScheduleSetup
-from ppdist.engine.visualize import BatchPictures
 from ppdist.storage import files as storage
 
 _LOGGER = logging.getLogger("ppdist.data")
@@ -37,6 +36,8 @@ _PATHS_AT_ONCE = 10_000  # per chunk: a list of millions would take hundreds of 
 # Of the training images, that may turn out bad: more are no accident, but a copy that broke off.
 BAD_SHARE = 0.001
 _SHOWN = 20  # images of the blocklist in a message
+# Passes the batches of a plan on, and looks at them.
+Watch = Callable[[Iterator[Batch], TrainSampler], Iterator[Batch]]
 
 
 def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
@@ -109,14 +110,14 @@ class BatchSource:
         sizes: Sequence[tuple[int, int]],
         plain_size: tuple[int, int],
         seed: int,
-        pictures: BatchPictures | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """
         Args:
             sizes: (height, width) choices in pixels of multi-scale training.
             plain_size: that of `plain_epochs`.
             seed: of order and augmentation.
-            pictures: draws some of the batches; None: none.
+            watch: looks at the batches of a plan as it passes them on; None: nobody does.
         """
         self._dataset = dataset
         self._sampling = config.sampling
@@ -135,7 +136,7 @@ class BatchSource:
             last_from=schedule.step_of_last(plain) if plain else None,
             last_size=plain_size,
         )
-        self._pictures = pictures
+        self._watch = watch
         self._loader = TrainLoader(
             dataset,
             config,
@@ -154,8 +155,8 @@ class BatchSource:
         """
         plan = self._loader.plan = self._plan(first_step, scores)
         batches: Iterator[Batch] = iter(self._loader)
-        if self._pictures is not None:
-            batches = self._pictures.watching(batches, plan)
+        if self._watch is not None:
+            batches = self._watch(batches, plan)
         return (_of_step(batches, plan, step) for step in range(first_step, plan.end_step))
 
     def abort_waits(self) -> None:

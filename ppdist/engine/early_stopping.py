@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ppdist.config.train import EarlyStoppingConfig
-from ppdist.metrics.verdict import over_fitting
+from ppdist.metrics.findings import over_fitting
 
 _LOWER_IS_BETTER = ("val_loss",)
 
@@ -89,7 +89,7 @@ class LossCurves:
     def evaluated(self, val_loss: float) -> str:
         """Adds an evaluation; returns a warning of over-fitting, or "".
 
-        It comes once, by the rule of `ppdist.metrics.verdict.over_fitting`.
+        It comes once, by the rule of `ppdist.metrics.findings.over_fitting`.
         """
         if self.steps and math.isfinite(val_loss):
             self.pairs = (*self.pairs, (self.summed / self.steps, val_loss))

@@ -33,21 +33,12 @@ from ppdist.distributed.progress import Progress
 from ppdist.engine.parts import EvaluationStopped
 from ppdist.losses.base import Loss
 from ppdist.losses.nms import multiclass_nms
-from ppdist.metrics.analysis import analyse, count_duplicates, left_out_line, scored_images
-from ppdist.metrics.classification import (
-    BEST,
-    Ranking,
-    accuracy,
-    analyse_classes,
-    rank,
-    write_ranking,
-)
+from ppdist.metrics.classification import BEST, Ranking, accuracy, rank, write_ranking
 from ppdist.metrics.coco import evaluate_boxes, fitness, metric_names, write_detections
+from ppdist.metrics.scored import count_duplicates, left_out_line, scored_images
 from ppdist.models.base import Detector, ImageModel
-from ppdist.viz.draw import draw_boxes, draw_classes, side_by_side
 
 _LOGGER = logging.getLogger("ppdist")
-_DRAWN_SCORE = 0.3  # predictions below it are not drawn
 _SEEN = -1  # instead of a class: the row only marks the image as seen
 _STOPPED = -1  # instead of an image's position: the rank was asked to stop
 
@@ -62,6 +53,20 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[Batch]: ...
 
     def abort_waits(self) -> None: ...
+
+
+class Observer(Protocol):
+    """Looks on while this rank's images are evaluated; it draws them, for instance."""
+
+    def begin(self) -> None:
+        """Called before the first batch of each evaluation."""
+
+    def add(self, batch: Batch, results: Any) -> None:
+        """Called with each batch that has an image.
+
+        Args: results: of a detector, rows and counts as `detect` returns them; of a classifier, the
+            `Ranking` of the images that are no padding.
+        """
 
 
 class ValidationLoss:
@@ -162,19 +167,20 @@ class DatasetEvaluator(ABC, Generic[Found]):
         headline: names of metrics for the log; by default the first selects the best checkpoint.
         metrics: names of what `measure` returns.
         images: in the whole set.
-        pictures: after an evaluation, the first images of this rank's share: ground truth on the
-            left, predictions on the right, for `RunLog.images`.
+        scored: the set, without images that the last evaluation could not read.
+        results: of the last `evaluate`, of all ranks; on rank 0 only.
     """
 
     headline: tuple[str, ...]
     metrics: tuple[str, ...]
+    results: Found
 
     def __init__(
         self,
         dataset: DetectionSet,
         loader: Batches,
         *,
-        max_pictures: int = 0,
+        observer: Observer | None = None,
         loss: ValidationLoss | None = None,
     ) -> None:
         """
@@ -182,15 +188,14 @@ class DatasetEvaluator(ABC, Generic[Found]):
             dataset: the whole set, the same on every rank.
             loader: iterates over this rank's share; `image_index_B` is the position in
                 `dataset.records`, or -1 for padding.
-            max_pictures: how many images to draw.
+            observer: looks on; None: nobody does.
             loss: measured by `evaluate`, too; None: no loss.
         """
         self.images = len(dataset.records)
-        self.pictures: list[np.ndarray] = []
-        self._dataset = self._scored = dataset  # the latter: minus unreadable images
+        self._dataset = self.scored = dataset
         self._loader = loader
         self._told = set(dataset.unreadable)  # already reported by the check
-        self._max_pictures = max_pictures
+        self._observer = observer
         self._loss = loss
 
     def evaluate(
@@ -217,7 +222,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
         def measure() -> dict[str, float]:
             if not comm.is_main():
                 return {}
-            self._last = found
+            self.results = found
             return {**self.measure(found), **losses, "eval_seconds": time.monotonic() - began}
 
         return evaluate_on_all_ranks(measure, say=lambda metrics: metrics).said_W[0]
@@ -243,22 +248,14 @@ class DatasetEvaluator(ABC, Generic[Found]):
         """
         metrics = self._measure(found)
         counts = {
-            "left_out_images": len(scored_images(self._scored)["left_out"]),
-            "duplicate_boxes": count_duplicates(self._scored),
+            "left_out_images": len(scored_images(self.scored)["left_out"]),
+            "duplicate_boxes": count_duplicates(self.scored),
         }
         return metrics | {name: count for name, count in counts.items() if count}
 
     @abstractmethod
     def _measure(self, found: Found) -> dict[str, float]:
         """Computes only the metrics."""
-
-    @abstractmethod
-    def analyse(self, found: Found, step: int | None = None) -> dict[str, Any]:
-        """The content of evaluation.json.  Local."""
-
-    def analyse_last(self, step: int) -> dict[str, Any]:
-        """`analyse` of the last `evaluate`; rank 0 only."""
-        return self.analyse(self._last, step)
 
     @abstractmethod
     def class_scores(self, metrics: dict[str, float]) -> list[float | None] | None:
@@ -292,8 +289,8 @@ class DatasetEvaluator(ABC, Generic[Found]):
 
         Raises: DataError: no image is left.
         """
-        self._scored = replace(self._dataset, unreadable={at: why for at, why in unreadable})
-        told = left_out_line(scored_images(self._scored))
+        self.scored = replace(self._dataset, unreadable={at: why for at, why in unreadable})
+        told = left_out_line(scored_images(self.scored))
         if unreadable and len(unreadable) == len(self._dataset.records):
             raise DataError(
                 told,
@@ -301,9 +298,9 @@ class DatasetEvaluator(ABC, Generic[Found]):
                 where=self._dataset.source,
                 fix="check these images, or choose another split",
             )
-        if told and self._scored.unreadable.keys() != self._told and comm.is_main():
+        if told and self.scored.unreadable.keys() != self._told and comm.is_main():
             _LOGGER.warning(told)
-        self._told = set(self._scored.unreadable)
+        self._told = set(self.scored.unreadable)
 
     def _share(
         self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
@@ -314,7 +311,8 @@ class DatasetEvaluator(ABC, Generic[Found]):
         """
         nothing = self._no_rows()
         rows, unreadable = [nothing], dict[int, str]()
-        self.pictures = []
+        if self._observer is not None:
+            self._observer.begin()
         share = len(self._dataset.records) / comm.world_size()
         progress = Progress(_LOGGER, "evaluation", share)
         with in_eval_mode(model):
@@ -322,8 +320,10 @@ class DatasetEvaluator(ABC, Generic[Found]):
                 unreadable |= batch.bad_images
                 images = int((batch.image_index_B.numpy() >= 0).sum())
                 if images:
-                    outputs, rows_RX = self._rows_of(model, batch)
+                    outputs, rows_RX, results = self._rows_of(model, batch)
                     rows.append(rows_RX)
+                    if self._observer is not None:
+                        self._observer.add(batch, results)
                     if loss is not None:
                         loss.add(outputs, batch)
                 progress.add(images + len(batch.bad_images))
@@ -337,10 +337,8 @@ class DatasetEvaluator(ABC, Generic[Found]):
         """Empty rows [0, X], of the type of `_rows_of`."""
 
     @abstractmethod
-    def _rows_of(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray]:
-        """Raw outputs in eval mode, and rows of the batch without padding.
-
-        Also draws pictures.
+    def _rows_of(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray, Any]:
+        """Raw outputs in eval mode, rows of the batch without padding, results for an observer.
 
         Returns: rows: [R, X], the position in dataset.records in front.
         """
@@ -354,7 +352,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
 
         Raises: RuntimeError: an image is missing or repeated.
         """
-        seen_S = np.append(seen_S, [*self._scored.unreadable]).astype(np.int64)
+        seen_S = np.append(seen_S, [*self.scored.unreadable]).astype(np.int64)
         counts_N = np.bincount(seen_S, minlength=len(self._dataset.records))
         wrong = np.flatnonzero(counts_N != 1)
         if wrong.size:
@@ -381,7 +379,7 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
         nms: NMSConfig,
         *,
         max_detections: int = COCO_DETECTIONS,
-        max_pictures: int = 0,
+        observer: Observer | None = None,
         loss: ValidationLoss | None = None,
     ) -> None:
         """
@@ -389,19 +387,15 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
             nms: its `candidates` and `keep` bound the time of an untrained model, too.
             max_detections: scored per class and image.
         """
-        super().__init__(dataset, loader, max_pictures=max_pictures, loss=loss)
+        super().__init__(dataset, loader, observer=observer, loss=loss)
         self.metrics = (*metric_names(dataset.class_names), "fitness")
         self._sizes_wh_N2 = np.array([(r.width, r.height) for r in dataset.records], np.float32)
         self._nms, self._most = nms, max_detections
 
     def _measure(self, found: np.ndarray) -> dict[str, float]:
         """See `ppdist.metrics.coco.evaluate_boxes`; and `fitness`."""
-        metrics = evaluate_boxes(self._scored, found, self._most)
+        metrics = evaluate_boxes(self.scored, found, self._most)
         return {**metrics, "fitness": fitness(metrics)}
-
-    def analyse(self, found: np.ndarray, step: int | None = None) -> dict[str, Any]:
-        """See `ppdist.metrics.analysis.analyse`."""
-        return analyse(self._scored, found, step, self._most)
 
     def class_scores(self, metrics: dict[str, float]) -> list[float | None]:
         """AP of each class; None where the set has no object."""
@@ -415,20 +409,18 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
     def _no_rows(self) -> np.ndarray:
         return np.zeros((0, 7), np.float32)
 
-    def _rows_of(self, model: Detector, batch: Batch) -> tuple[Any, np.ndarray]:
+    def _rows_of(self, model: Detector, batch: Batch) -> tuple[Any, np.ndarray, Any]:
         """Adds a row of class _SEEN for each image.
 
         Otherwise images without detections would be missing.
         """
         outputs, rows_R6, count_B = detect(model, batch.images_B3HW, self._nms)
-        wanted = self._max_pictures - len(self.pictures)
-        self.pictures += draw_batch(batch, rows_R6, count_B, self._dataset.class_names, wanted)
         indices_B = batch.image_index_B.numpy()
         seen_S = indices_B[indices_B >= 0]
         seen_S7 = np.zeros((len(seen_S), 7), np.float32)
         seen_S7[:, 0], seen_S7[:, 1] = seen_S, _SEEN
         boxes_R7 = self._in_original_pixels(batch, rows_R6, count_B)
-        return outputs, np.concatenate([boxes_R7, seen_S7])
+        return outputs, np.concatenate([boxes_R7, seen_S7]), (rows_R6, count_B)
 
     def _in_original_pixels(
         self, batch: Batch, rows_R6: np.ndarray, count_B: np.ndarray
@@ -466,38 +458,6 @@ def detect(
         return outputs, rows_R6.numpy(), count_B.numpy().astype(np.int64)
 
 
-def draw_batch(
-    batch: Batch,
-    rows_R6: np.ndarray,
-    count_B: np.ndarray,
-    class_names: tuple[str, ...],
-    limit: int,
-) -> list[np.ndarray]:
-    """Draws pictures of a batch: ground truth left, predictions right.
-
-    Args:
-        rows_R6, count_B: what `detect` returned for the batch; predictions whose score is below
-            0.3 are not drawn.
-        limit: how many images at most; padding is left out.
-    Returns: uint8 RGB [H, 2W + 4, 3] each, at input size.
-    """
-    pictures: list[np.ndarray] = []
-    rows_by_image = np.split(rows_R6, np.cumsum(count_B)[:-1])
-    for position, index in enumerate(batch.image_index_B.numpy()):
-        if index < 0 or len(pictures) >= limit:
-            continue
-        image_HW3 = batch.images_B3HW[position].numpy().transpose(1, 2, 0)
-        true_M = batch.mask_BM[position].numpy() > 0
-        true_boxes_M4 = batch.boxes_BM4[position].numpy()[true_M]
-        true_labels_M = batch.labels_BM[position].numpy()[true_M]
-        rows_P6 = rows_by_image[position]
-        sure_P6 = rows_P6[rows_P6[:, 1] >= _DRAWN_SCORE]
-        truth = draw_boxes(image_HW3, true_boxes_M4, true_labels_M, class_names)
-        found = draw_boxes(image_HW3, sure_P6[:, 2:], sure_P6[:, 0], class_names, sure_P6[:, 1])
-        pictures.append(side_by_side(truth, found))
-    return pictures
-
-
 class ClassificationEvaluator(DatasetEvaluator[Ranking]):
     """Evaluates a classifier; finds the most probable classes of each image.
 
@@ -510,10 +470,6 @@ class ClassificationEvaluator(DatasetEvaluator[Ranking]):
         """See `ppdist.metrics.classification.accuracy`."""
         return accuracy(found)
 
-    def analyse(self, found: Ranking, step: int | None = None) -> dict[str, Any]:
-        """See `ppdist.metrics.classification.analyse_classes`."""
-        return analyse_classes(self._scored, found, step)
-
     def class_scores(self, metrics: dict[str, float]) -> None:
         """None: accuracy is measured over all classes together."""
 
@@ -525,31 +481,14 @@ class ClassificationEvaluator(DatasetEvaluator[Ranking]):
         kept = min(BEST, len(self._dataset.class_names))
         return np.zeros((0, 2 + 2 * kept), np.float64)
 
-    def _rows_of(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray]:
+    def _rows_of(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray, Ranking]:
         """Columns: position, rank of the true class, top classes, their scores."""
         outputs, probabilities_BC = classify(model, batch.images_B3HW)
         index_B, label_B = batch.image_index_B.numpy(), batch.labels_BM[:, 0].numpy()
         real_B = index_B >= 0
         found = rank(probabilities_BC[real_B], label_B[real_B], index_B[real_B])
-        wanted = self._max_pictures - len(self.pictures)
-        if wanted > 0:
-            images_BHW3 = batch.images_B3HW.numpy()[real_B][:wanted].transpose(0, 2, 3, 1)
-            self.pictures += self._draw(images_BHW3, label_B[real_B], found)
         columns = [found.index_N[:, None], found.place_N[:, None], found.labels_NK, found.scores_NK]
-        return outputs, np.concatenate(columns, axis=1).astype(np.float64)
-
-    def _draw(
-        self, images_BHW3: np.ndarray, label_B: np.ndarray, ranking: Ranking
-    ) -> list[np.ndarray]:
-        """Pictures uint8 RGB [H, 2W + 4, 3] at input size."""
-        names = self._dataset.class_names
-        return [
-            side_by_side(
-                draw_classes(image_HW3, label_B[row : row + 1], names),
-                draw_classes(image_HW3, ranking.labels_NK[row], names, ranking.scores_NK[row]),
-            )
-            for row, image_HW3 in enumerate(images_BHW3)
-        ]
+        return outputs, np.concatenate(columns, axis=1).astype(np.float64), found
 
     def _found_in(self, rows_RX: np.ndarray) -> Ranking:
         self._check_each_once(rows_RX[:, 0])

@@ -3,8 +3,9 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
@@ -18,10 +19,8 @@ from ppdist.common.run_log import RunLog
 from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.callbacks import Callback, TrainingRun
 from ppdist.engine.clock import StepSeconds
-from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.engine.step_policy import StepResult
 from ppdist.engine.step_sums import EpochMeans, StepSums, mean
-from ppdist.engine.visualize import write_validation
 
 _LOGGER = logging.getLogger("ppdist.engine")
 _GIB = 1 << 30
@@ -255,15 +254,20 @@ class EvaluationLogger(Callback):
     """
 
     def __init__(
-        self, log: RunLog, evaluator: Evaluator | ClassificationEvaluator, steps_per_epoch: int
+        self,
+        log: RunLog,
+        steps_per_epoch: int,
+        show: Callable[[Path, int], None],
+        analyse: Callable[[int], dict[str, Any]],
     ) -> None:
-        """Takes the evaluator of the run.
-
-        Args: evaluator: keeps the results of its last evaluation.
+        """
+        Args:
+            show: writes pictures of the evaluation after a step into a folder.
+            analyse: gives the content of evaluation.json after a step; called on rank 0 only.
         """
         self._log = log
-        self._evaluator = evaluator
         self._steps_per_epoch = steps_per_epoch
+        self._show, self._analyse = show, analyse
 
     def on_train_begin(self, run: TrainingRun) -> None:
         self._output_dir = run.output_dir
@@ -273,39 +277,18 @@ class EvaluationLogger(Callback):
         if step == self._done_steps:  # an earlier attempt may have caught up with it, too
             self._log.forget(step, "eval_seconds")
         self._log.metrics({"step": step, "epoch": step / self._steps_per_epoch, **metrics})
-        self._log.images("validation", step, self._evaluator.pictures)
-        pictures = self._evaluator.pictures
-        self._log.put(
-            "plots/val_batch_*.jpg",
-            partial(write_validation, self._output_dir / "plots", pictures),
-            sum(picture.nbytes for picture in pictures),
-        )
+        self._show(self._output_dir / "plots", step)
         if is_best:
-            comm.run_on_main(lambda: self._analyse(step))
+            comm.run_on_main(lambda: self._write_analysis(step))
 
-    def _analyse(self, step: int) -> None:
+    def _write_analysis(self, step: int) -> None:
         try:
-            analysis = self._evaluator.analyse_last(step)
+            analysis = self._analyse(step)
             write = partial(write_json, self._output_dir / "evaluation.json", analysis)
             self._log.put("evaluation.json", write)
         except Exception as error:
             _LOGGER.debug("evaluation.json", exc_info=True)
             self._log.warn_once("evaluation.json", error)
-
-
-def loggers(
-    log: RunLog,
-    means: EpochMeans,
-    steps_per_epoch: int,
-    evaluator: Evaluator | ClassificationEvaluator | None,
-) -> list[Callback]:
-    """Callbacks that report epochs and evaluations; evaluator: None: nothing is evaluated."""
-    if evaluator is None:
-        return [EpochLogger(log, means, steps_per_epoch)]
-    return [
-        EpochLogger(log, means, steps_per_epoch, evaluator.headline[:2]),
-        EvaluationLogger(log, evaluator, steps_per_epoch),
-    ]
 
 
 class StragglerMonitor(Callback):

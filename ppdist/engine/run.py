@@ -234,7 +234,6 @@ def prepare_evaluation(
     weights: Path,
     *,
     split: Split = "val",
-    pictures: int = 0,
     annotated: bool = True,
     prepare: Callable[[], None] = lambda: None,
 ) -> Evaluation:
@@ -242,7 +241,6 @@ def prepare_evaluation(
 
     Args:
         split: the split to evaluate; its classes are matched to those of the weights by name.
-        pictures: how many images the evaluator draws.
         annotated: False: accept a set without objects.
         prepare: called on every rank before weights and data are read; may fail.
     Raises: UserError: invalid weights or data.
@@ -256,7 +254,7 @@ def prepare_evaluation(
 
     fetch_on_all_ranks(weights)
     dataset, told = comm.run_on_all_ranks(load)
-    evaluator = build_evaluator(config, dataset, model, pictures)
+    evaluator = build_evaluator(config, dataset, model)
     slow = speed_up_cpu(config, [model])
     warnings = [finding.text for finding in findings_of(config, None, dataset)]
     notes = tuple(note for note in (dataset.limited, told, *warnings, slow) if note)

@@ -8,7 +8,7 @@ import numpy as np
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.checks.statistics import crowding, objects_of
 from ppdist.data.types import DetectionSet, Records
-from ppdist.metrics.verdict import BEYOND_QUERIES, DETR_FROM_SCRATCH, TINY_OBJECTS, Finding
+from ppdist.metrics.findings import BEYOND_QUERIES, DETR_FROM_SCRATCH, TINY_OBJECTS, Finding
 from ppdist.models.model_card import fitting_weights
 
 # 205 images of BCCD teach a D-FINE of random weights next to nothing in as many epochs as a YOLOv5

@@ -1,8 +1,8 @@
-"""Error analysis of a detector: evaluation.json and its text.
+"""Error analysis of an evaluation: evaluation.json and its text.
 
-Error types of detections (TIDE), what each type costs, and which class is taken for which.  One
-operating point runs through it: `IOU`, and the confidence at which the mean F1 is largest.
-docs/evaluation.md describes the file.
+Of a detector: error types of detections (TIDE), what each type costs, and which class is taken for
+which.  One operating point runs through it: `IOU`, and the confidence at which the mean F1 is
+largest.  docs/evaluation.md describes the file.
 
 F detections, G objects, C classes.
 """
@@ -16,6 +16,7 @@ import numpy as np
 from ppdist.common.process import printable
 from ppdist.config.evaluate import COCO_DETECTIONS
 from ppdist.data.types import DetectionSet
+from ppdist.metrics.classification import BEST, Ranking, accuracy
 from ppdist.metrics.coco import CocoArrays, coco_arrays, fitness
 from ppdist.metrics.matching import (
     CONFIDENCE_T,
@@ -43,6 +44,7 @@ from ppdist.metrics.matching import (
     usual_step,
     voc_average_precision,
 )
+from ppdist.metrics.scored import count_duplicates, scored_images
 
 MOST_WHOLE = 200  # rows of a matrix that is written field by field
 _MOST_CELLS = 20_000
@@ -53,7 +55,6 @@ _IMAGES = 12  # worst and best
 _BOXES = 100  # true and predicted ones listed of such an image
 _DIGITS = 4
 _NAME = 24  # characters of a class name
-_NAMED = 3  # of images that are left out
 
 
 class Kind(IntEnum):
@@ -87,16 +88,25 @@ class Matched(NamedTuple):
 
 def analyse(
     dataset: DetectionSet,
-    detections_R7: np.ndarray,
+    results: np.ndarray | Ranking,
     step: int | None = None,
     most: int = COCO_DETECTIONS,
 ) -> dict[str, Any]:
     """Content of evaluation.json; plain JSON.
 
     Args:
-        dataset, detections_R7, most: as in `ppdist.metrics.coco.evaluate_boxes`.
+        dataset, most: as in `ppdist.metrics.coco.evaluate_boxes`.
+        results: detections_R7 as there, or the ranking of a classifier.
         step: how many steps the model was trained; None: unknown.
     """
+    if isinstance(results, Ranking):
+        return _analyse_classes(dataset, results, step)
+    return _analyse_boxes(dataset, results, step, most)
+
+
+def _analyse_boxes(
+    dataset: DetectionSet, detections_R7: np.ndarray, step: int | None, most: int
+) -> dict[str, Any]:
     classes = len(dataset.class_names)
     truth = truth_of(dataset)
     found = found_of(truth, detections_R7, most)
@@ -145,42 +155,38 @@ def analyse(
     return plain(content)
 
 
-def scored_images(dataset: DetectionSet) -> dict[str, Any]:
-    """Returns `images` and `left_out` of evaluation.json."""
-    left_out = [
-        {"file": dataset.records[index].path, "why": dataset.unreadable[index]}
-        for index in sorted(dataset.unreadable)
-    ]
-    return {"images": len(dataset.records) - len(left_out), "left_out": left_out}
+def _analyse_classes(dataset: DetectionSet, ranking: Ranking, step: int | None) -> dict[str, Any]:
+    """Content of a classifier's evaluation.json; plain JSON.
 
-
-def count_duplicates(dataset: DetectionSet) -> int:
-    """Returns how many boxes of the scored images do not count because they repeat another."""
-    scored = dataset.duplicates.keys() - dataset.unreadable.keys()
-    return sum(dataset.duplicates[index] for index in scored)
-
-
-def left_out_line(evaluation: Mapping[str, Any]) -> str:
-    """How many images a score lacks, and which; "": none.
-
-    Args: evaluation: content of evaluation.json.
+    Returns: `metrics`; `per_class`: images, top1 and top5 of them, precision (part of the images
+        called so that are); `confusion`, see `confusion_table`; images where the model gave no
+        number are not in it.
     """
-    left_out = evaluation.get("left_out") or []
-    if not left_out:
-        return ""
-    named = [f"{each['file']}: {each['why']}" for each in left_out[:_NAMED]]
-    if len(left_out) > _NAMED:
-        named.append(f"and {len(left_out) - _NAMED} more")
-    verb = "is" if len(left_out) == 1 else "are"
-    return (
-        f"{len(left_out)} of {evaluation['images'] + len(left_out)} images could not be read and "
-        f"{verb} left out of the score: {'; '.join(named)}"
-    )
+    classes = len(dataset.class_names)
+    labels_N = np.array([dataset.records[int(i)].labels_M[0] for i in ranking.index_N], np.int64)
+    known_N = ranking.place_N < max(classes, BEST)
+    true_K, called_K = labels_N[known_N], ranking.labels_NK[known_N, 0]
 
+    def part(chosen_X: np.ndarray, of_X: np.ndarray) -> list[float | None]:
+        """Of each class, how many of those `of_X` are chosen."""
+        some_C, all_C = (np.bincount(each, minlength=classes) for each in (chosen_X, of_X))
+        return [float(some / many) if many else None for some, many in zip(some_C, all_C)]
 
-def duplicates_line(count: int) -> str:
-    """Says how many boxes a score does not count because they repeat another."""
-    return f"{count} duplicates of boxes of the same image and class are not scored"
+    columns = {
+        "name": dataset.class_names,
+        "images": np.bincount(labels_N, minlength=classes).tolist(),
+        "top1": part(labels_N[ranking.place_N < 1], labels_N),
+        "top5": part(labels_N[ranking.place_N < BEST], labels_N),
+        "precision": part(true_K[true_K == called_K], called_K),
+    }
+    return {
+        "step": step,
+        **scored_images(dataset),
+        "class_names": list(dataset.class_names),
+        "metrics": accuracy(ranking),
+        "per_class": [dict(zip(columns, row)) for row in zip(*columns.values())],
+        "confusion": confusion_table(true_K, called_K, classes),
+    }
 
 
 def kinds_of(

@@ -8,7 +8,6 @@ import numpy as np
 from ppdist.common.files import write_json
 from ppdist.config.evaluate import CLASSIFICATION_METRICS
 from ppdist.data.types import DetectionSet
-from ppdist.metrics.analysis import confusion_table, scored_images
 
 BEST = 5  # classes of an image that are kept
 
@@ -48,42 +47,6 @@ def accuracy(ranking: Ranking) -> dict[str, float]:
     """Top-1 and top-5 accuracy, 0..1."""
     within = {"top1": 1, "top5": 5}
     return {name: float((ranking.place_N < within[name]).mean()) for name in CLASSIFICATION_METRICS}
-
-
-def analyse_classes(
-    dataset: DetectionSet, ranking: Ranking, step: int | None = None
-) -> dict[str, Any]:
-    """Content of a classifier's evaluation.json; plain JSON.
-
-    Returns: `metrics`; `per_class`: images, top1 and top5 of them, precision (part of the images
-        called so that are); `confusion`, see `confusion_table`; images where the model gave no
-        number are not in it.
-    """
-    classes = len(dataset.class_names)
-    labels_N = np.array([dataset.records[int(i)].labels_M[0] for i in ranking.index_N], np.int64)
-    known_N = ranking.place_N < max(classes, BEST)
-    true_K, called_K = labels_N[known_N], ranking.labels_NK[known_N, 0]
-
-    def part(chosen_X: np.ndarray, of_X: np.ndarray) -> list[float | None]:
-        """Of each class, how many of those `of_X` are chosen."""
-        some_C, all_C = (np.bincount(each, minlength=classes) for each in (chosen_X, of_X))
-        return [float(some / many) if many else None for some, many in zip(some_C, all_C)]
-
-    columns = {
-        "name": dataset.class_names,
-        "images": np.bincount(labels_N, minlength=classes).tolist(),
-        "top1": part(labels_N[ranking.place_N < 1], labels_N),
-        "top5": part(labels_N[ranking.place_N < BEST], labels_N),
-        "precision": part(true_K[true_K == called_K], called_K),
-    }
-    return {
-        "step": step,
-        **scored_images(dataset),
-        "class_names": list(dataset.class_names),
-        "metrics": accuracy(ranking),
-        "per_class": [dict(zip(columns, row)) for row in zip(*columns.values())],
-        "confusion": confusion_table(true_K, called_K, classes),
-    }
 
 
 def write_ranking(path: Path, dataset: DetectionSet, ranking: Ranking) -> None:

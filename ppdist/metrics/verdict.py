@@ -1,4 +1,4 @@
-"""The verdict on a training in plain words: every rule and threshold.
+"""The verdict on a training in plain words: its rules and thresholds.
 
     level      not evaluated, not learned, partly learned, learned
     course     over-fitting, fell, still rising, no improvement
@@ -14,15 +14,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple, TypeGuard
 
-from ppdist.metrics.analysis import left_out_line
+from ppdist.metrics.findings import (
+    BEYOND_QUERIES,
+    DETR_FROM_SCRATCH,
+    FEWEST,
+    TINY_OBJECTS,
+    Finding,
+    over_fitting,
+)
 from ppdist.metrics.run import Run
+from ppdist.metrics.scored import left_out_line
 
 # Of mAP50, or of a classifier's accuracy above chance: below the first nothing is learned, from the
 # second on a model is.  Published detectors of COCO have 0.46 (YOLOv5n) and more.
 _LEARNED_NOTHING, _LEARNED = 0.1, 0.4
-_FEWEST = 5  # evaluations that make a trend; losses are smoothed by a median of at least as many
-_SHARE = 5  # or of this part of them
-_RISE_OF_LOSS = 0.2  # of the validation loss above its lowest: over-fitting
 _SMOOTH = 3  # evaluations of which the median counts, where a fall is looked for
 _FALL = 0.03  # of the score, or the next number times its best: more is a fall
 _FALL_OF_BEST = 0.07
@@ -32,18 +37,8 @@ _EARLY = 0.6  # a best before this part of the run was not surpassed for long
 _WEAK = 0.5  # times the mean AP of all classes
 _MOST_WEAK = 3  # classes that are named
 _FEW_IMAGES = 20  # of the validation split
-# Findings before a training (engine/suitability.py) that more epochs do not mend.
-DETR_FROM_SCRATCH, TINY_OBJECTS, BEYOND_QUERIES = (
-    "detr_from_scratch", "objects_tiny", "objects_beyond_queries",
-)  # fmt: skip
+# Findings before a training that more epochs do not mend.
 _NOT_BY_EPOCHS = (DETR_FROM_SCRATCH, TINY_OBJECTS, BEYOND_QUERIES)
-
-
-class Finding(NamedTuple):
-    """One sentence; code: what programs and tests compare."""
-
-    code: str
-    text: str
 
 
 class _Course(NamedTuple):
@@ -165,7 +160,7 @@ def _level(
         after = f" after {epochs} {_plural(int(epochs), 'epochs')}" if last else ""
         todo = "train longer, or start from pretrained weights (--weights)"
         if fine_tuned:
-            told = len(course.records) >= _FEWEST and not _gain(course)
+            told = len(course.records) >= FEWEST and not _gain(course)
             look = "check the labels (`ppdist data show`) and try another optimizer.lr"
             todo = look if told else "train longer"
         if causes:
@@ -213,14 +208,14 @@ def _of_course(
             "still_rising",
             f"still rising: {name} +{gain:.3f} in the last quarter; more epochs would help",
         )
-    elif len(values) >= _FEWEST and (1 + course.best) < _EARLY * len(values):
+    elif len(values) >= FEWEST and (1 + course.best) < _EARLY * len(values):
         since = f"no improvement since {course.epoch(course.best)}"
         yield Finding("steady", f"{since}: {name} {values[-1]:.3f} at the end")
 
 
 def _fall(values: Sequence[float]) -> float | None:
     """The score at the end, if it has fallen."""
-    if len(values) < _FEWEST:
+    if len(values) < FEWEST:
         return None
     smooth = [median(values[at : at + _SMOOTH]) for at in range(len(values) - _SMOOTH + 1)]
     far = max(_FALL, _FALL_OF_BEST * max(smooth))
@@ -235,46 +230,6 @@ def _gain(course: _Course) -> float:
         return 0.0
     gain = max(values[-late:]) - max(values[:-late])
     return gain if gain >= max(_GAIN, _GAIN_OF_BEST * max(values)) else 0.0
-
-
-class OverFitting(NamedTuple):
-    """Smoothed losses then and now.
-
-    lowest: position of the last evaluation of those with the lowest validation loss; ago: how many
-    evaluations lie between both; window: how many a median is of.
-    """
-
-    lowest: int
-    ago: int
-    window: int
-    train_then: float
-    val_then: float
-    train_now: float
-    val_now: float
-
-
-def over_fitting(pairs: Sequence[tuple[float, float]]) -> OverFitting | None:
-    """Whether validation loss rose while training loss fell.
-
-    Both are smoothed; the validation loss is 20 % above its lowest, and the training loss is below
-    what it was then.
-
-    Args: pairs: of each evaluation, the mean training loss since the one before, and the validation
-        loss.
-    """
-    size = max(_FEWEST, len(pairs) // _SHARE)
-    if len(pairs) <= size:
-        return None
-    windows = [pairs[at : at + size] for at in range(len(pairs) - size + 1)]
-    train_S = [median(train for train, _ in each) for each in windows]
-    val_S = [median(val for _, val in each) for each in windows]
-    lowest = val_S.index(min(val_S))
-    if val_S[-1] <= (1 + _RISE_OF_LOSS) * val_S[lowest] or train_S[-1] >= train_S[lowest]:
-        return None
-    return OverFitting(
-        lowest + size - 1, len(windows) - 1 - lowest, size,
-        train_S[lowest], val_S[lowest], train_S[-1], val_S[-1],
-    )  # fmt: skip
 
 
 def loss_pairs(

@@ -14,8 +14,9 @@ from ppdist.common.eta import duration
 from ppdist.config.experiment import experiment_of
 from ppdist.config.parse import leaves
 from ppdist.metrics.analysis import CLASS_HEADINGS
+from ppdist.metrics.findings import Finding
 from ppdist.metrics.run import Numbers, Run
-from ppdist.metrics.verdict import Finding, verdict_of
+from ppdist.metrics.verdict import verdict_of
 from ppdist.runtime.predictor import USUAL_THRESHOLD
 
 # An evaluation.

@@ -16,6 +16,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.distributed import comm
 from ppdist.engine.build import build_evaluator, build_model, speed_up_cpu
 from ppdist.engine.preflight import fetch_on_all_ranks
+from ppdist.metrics.analysis import analyse
 from ppdist.models.model_card import names_for
 from ppdist.models.weights import load_all_weights
 from ppdist.models.zoo import (
@@ -106,9 +107,9 @@ def _measured(entry: PublishedWeights, weights: str, overrides: Sequence[str]) -
     found: Any = evaluator.predict(model)  # boxes, or a ranking: as the evaluator takes them
 
     def measure() -> float:
-        metrics = evaluator.measure(found)
+        most, metrics = config.evaluate.max_detections, evaluator.measure(found)
         if metric not in metrics:  # VOC's, which no training needs
-            metrics = evaluator.analyse(found)["metrics"]
+            metrics = analyse(evaluator.scored, found, None, most)["metrics"]
         return round(100 * metrics[metric], 2)
 
     measured, images = comm.run_on_main(measure), len(dataset.records)

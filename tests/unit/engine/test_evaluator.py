@@ -10,9 +10,11 @@ from ppdist.config.evaluate import NMSConfig
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
 from ppdist.distributed.paddle_api import running_statistics
-from ppdist.engine.evaluator import Evaluator, detect, draw_batch, in_eval_mode
-from ppdist.metrics.analysis import left_out_line
+from ppdist.engine.evaluator import Evaluator, detect, in_eval_mode
+from ppdist.metrics.analysis import analyse
 from ppdist.metrics.coco import METRICS, evaluate_boxes
+from ppdist.metrics.scored import left_out_line
+from ppdist.viz.run_pictures import EvaluationPictures, draw_detections
 from tests.distributed import run_on_ranks
 from tests.unit.engine.oracle import (
     CLASSES,
@@ -133,7 +135,7 @@ def test_an_image_that_cannot_be_read_is_left_out_of_the_score(ranks, caplog):
             "1 of 5 images could not be read and is left out of the score: /images/2.jpg: cut short"
         )
         assert [record.getMessage() for record in caplog.records] == [line]
-        content = under_test.analyse_last(step=1)
+        content = analyse(under_test.scored, under_test.results, step=1)
         assert content["images"] == 4 and len(content["left_out"]) == 1
         assert left_out_line(content) == line
     else:
@@ -155,7 +157,7 @@ def test_boxes_that_are_given_twice_are_counted_beside_the_score():
     under_test = Evaluator(dataset, Loader(dataset, list(range(IMAGES))), NMSConfig())
     metrics = under_test.evaluate(Oracle(dataset))
     assert metrics["duplicate_boxes"] == 3
-    content = under_test.analyse_last(step=1)
+    content = analyse(under_test.scored, under_test.results, step=1)
     assert content["duplicate_boxes"] == 3
     plain = evaluator().evaluate(Oracle(five_images()))
     seconds = {"eval_seconds", "duplicate_boxes"}
@@ -211,21 +213,21 @@ def test_untrained_model_gives_bounded_box_count():
 
 
 def test_images_show_truth_and_boxes_up_to_limit():
-    under_test = evaluator(max_pictures=3)
+    pictures = EvaluationPictures(five_images().class_names, 3)
+    under_test = evaluator(observer=pictures)
     under_test.evaluate(Oracle(five_images()))
     shown = (ZOOM * HEIGHT, 2 * ZOOM * WIDTH + 4, 3)  # with text, so 480 pixels at least
-    assert [picture.shape for picture in under_test.pictures] == [shown] * 3
-    assert under_test.pictures[1].dtype == np.uint8
+    assert [picture.shape for picture in pictures.drawn] == [shown] * 3
+    assert pictures.drawn[1].dtype == np.uint8
     under_test.evaluate(Oracle(five_images()))
-    assert len(under_test.pictures) == 3, "drawn anew at each evaluation"
-    assert evaluator().pictures == []
+    assert len(pictures.drawn) == 3, "drawn anew at each evaluation"
 
 
 def test_padding_is_not_drawn():
     dataset = five_images()
     (batch,) = Loader(dataset, [3])
     _, rows_R6, count_B = detect(Oracle(dataset), batch.images_B3HW, NMSConfig())
-    assert len(draw_batch(batch, rows_R6, count_B, dataset.class_names, 10)) == 1
+    assert len(draw_detections(batch, rows_R6, count_B, dataset.class_names, 10)) == 1
 
 
 def test_a_long_evaluation_reports_how_far_it_is(monkeypatch, caplog):

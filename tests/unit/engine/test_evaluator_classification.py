@@ -6,6 +6,7 @@ import pytest
 
 from ppdist.distributed import comm
 from ppdist.engine.evaluator import ClassificationEvaluator
+from ppdist.viz.run_pictures import EvaluationPictures
 from tests.distributed import run_on_ranks
 from tests.unit.data.classified import classified_set
 from tests.unit.engine.oracle import HEIGHT, WIDTH, ZOOM, Loader, SeesNumbers
@@ -75,8 +76,9 @@ def test_two_ranks_equal_one_even_with_empty_rank(case, two_ranks):
 
 def test_images_are_limited_redrawn_and_omit_padding():
     for most, expected in ((3, 3), (100, 5), (0, 0)):
-        under_test = evaluator(max_pictures=most)
+        pictures = EvaluationPictures(NAMES, most)
+        under_test = evaluator(observer=pictures)
         for _ in range(2):
             under_test.evaluate(Lookup())
-            shapes = [picture.shape for picture in under_test.pictures]
+            shapes = [picture.shape for picture in pictures.drawn]
             assert shapes == [(ZOOM * HEIGHT, 2 * ZOOM * WIDTH + 4, 3)] * expected

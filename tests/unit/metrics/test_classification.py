@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from ppdist.data.types import DetectionSet
-from ppdist.metrics.analysis import class_table
-from ppdist.metrics.classification import Ranking, accuracy, analyse_classes, rank, write_ranking
+from ppdist.metrics.analysis import analyse, class_table
+from ppdist.metrics.classification import Ranking, accuracy, rank, write_ranking
 from tests.unit.data.classified import classified_set
 from tests.unit.metrics.cases import detection_set, record
 
@@ -69,7 +69,7 @@ def test_the_analysis_of_thousands_of_classes_is_bounded():
     labels_N = np.arange(images)
     best_N5 = (labels_N[:, None] + np.arange(5)) % classes
     ranking = Ranking(labels_N, np.zeros(images, np.int64), best_N5, np.ones((images, 5)))
-    content = analyse_classes(dataset, ranking)
+    content = analyse(dataset, ranking)
     assert content["confusion"]["cells"][:2] == [[0, 0, 1], [1, 1, 1]]
     assert content["metrics"]["top1"] == 1.0 and content["per_class"][1999]["top1"] == 1.0
     assert content["per_class"][2000] == {
@@ -82,7 +82,7 @@ def test_analysis_counts_classes_and_confusions():
     names = ("cat", "dog", "bird")
     dataset = classified_set([0, 0, 1, 1, 1], names)
     probabilities = [[0.9, 0.1, 0], [0.2, 0.8, 0], [0, 1, 0], [0, 0.4, 0.6], [np.nan] * 3]
-    content = analyse_classes(dataset, ranking_of(probabilities, [0, 0, 1, 1, 1]), step=3)
+    content = analyse(dataset, ranking_of(probabilities, [0, 0, 1, 1, 1]), step=3)
     assert json.loads(json.dumps(content, allow_nan=False)) == content
     assert content["step"] == 3 and content["images"] == 5
     assert "duplicate_boxes" not in content  # which a classifier has none of

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from ppdist.metrics.findings import over_fitting
 from ppdist.metrics.run import read_run
-from ppdist.metrics.verdict import over_fitting, verdict, verdict_of
+from ppdist.metrics.verdict import verdict, verdict_of
 
 
 def run(scores, *, mAP50=1.6, val_losses=None):

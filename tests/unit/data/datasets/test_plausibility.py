@@ -12,8 +12,8 @@ from ppdist.data.datasets.build import limited, read_raw, read_split
 from ppdist.data.datasets.convert import convert
 from ppdist.data.datasets.plausibility import check_boxes
 from ppdist.data.types import RawColumns, RawImage, RawObject, RawSet
-from ppdist.metrics.analysis import count_duplicates
 from ppdist.metrics.coco import evaluate_boxes
+from ppdist.metrics.scored import count_duplicates
 from tests.errors import raises
 from tests.unit.data.sets import (
     NAMES,

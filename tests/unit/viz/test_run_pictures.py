@@ -1,5 +1,6 @@
 """Pictures of what the model sees: when they are made, and that they never end a run."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,8 @@ from ppdist.config.augment import AugmentConfig
 from ppdist.data.types import Batch
 from ppdist.engine.callbacks import TrainingRun
 from ppdist.engine.monitor import EvaluationLogger
-from ppdist.engine.visualize import BatchPictures, write_validation
 from ppdist.viz.draw import PALETTE
+from ppdist.viz.run_pictures import BatchPictures, EvaluationPictures, write_validation
 
 STEPS = 4  # of an epoch
 
@@ -31,8 +32,7 @@ def batch(images: int = 2, real: bool = True) -> Batch:
 
 def pictures(folder: Path, epochs: int = 5, **augment: object) -> BatchPictures:
     config = SimpleNamespace(task="detect", augment=AugmentConfig(**augment))
-    schedule = SimpleNamespace(schedule_steps=epochs * STEPS, steps_per_epoch=STEPS)
-    return BatchPictures(folder, ("cat",), config, schedule)
+    return BatchPictures(folder, ("cat",), config, STEPS, epochs)
 
 
 def look(drawn: BatchPictures, first: int, last: int, per_step: int = 1) -> list[Batch]:
@@ -100,10 +100,11 @@ def test_unwritable_folder_costs_warning_not_batch(tmp_path, caplog):
 
 
 def test_unwritable_val_images_cost_one_warning(tmp_path):
-    evaluator = SimpleNamespace(headline=("mAP",), pictures=[np.zeros((8, 20, 3), np.uint8)])
+    pictures = EvaluationPictures(("cat",), 1)
+    pictures.drawn = [np.zeros((8, 20, 3), np.uint8)]
     with RunLog(tmp_path, True, 10, 1, None, visualdl=False) as log:
         (tmp_path / "plots").write_text("a file")
-        shown = EvaluationLogger(log, evaluator, steps_per_epoch=1)
+        shown = EvaluationLogger(log, 1, partial(pictures.show, log), analyse=lambda step: {})
         shown.on_train_begin(TrainingRun(SimpleNamespace(model=None), None, tmp_path, 0, 2))
         for step in (1, 2):
             shown.on_evaluate_end(step, {"mAP": 0.5}, is_best=False)

@@ -1,0 +1,60 @@
+"""What a training, before it begins or while it runs, and the verdict on it both find."""
+
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+# Before a training (engine/suitability.py).
+DETR_FROM_SCRATCH, TINY_OBJECTS, BEYOND_QUERIES = (
+    "detr_from_scratch", "objects_tiny", "objects_beyond_queries",
+)  # fmt: skip
+FEWEST = 5  # evaluations that make a trend; losses are smoothed by a median of at least as many
+_SHARE = 5  # or of this part of them
+_RISE_OF_LOSS = 0.2  # of the validation loss above its lowest: over-fitting
+
+
+class Finding(NamedTuple):
+    """One sentence; code: what programs and tests compare."""
+
+    code: str
+    text: str
+
+
+class OverFitting(NamedTuple):
+    """Smoothed losses then and now.
+
+    lowest: position of the last evaluation of those with the lowest validation loss; ago: how many
+    evaluations lie between both; window: how many a median is of.
+    """
+
+    lowest: int
+    ago: int
+    window: int
+    train_then: float
+    val_then: float
+    train_now: float
+    val_now: float
+
+
+def over_fitting(pairs: Sequence[tuple[float, float]]) -> OverFitting | None:
+    """Whether validation loss rose while training loss fell.
+
+    Both are smoothed; the validation loss is 20 % above its lowest, and the training loss is below
+    what it was then.
+
+    Args: pairs: of each evaluation, the mean training loss since the one before, and the validation
+        loss.
+    """
+    size = max(FEWEST, len(pairs) // _SHARE)
+    if len(pairs) <= size:
+        return None
+    windows = [pairs[at : at + size] for at in range(len(pairs) - size + 1)]
+    train_S = [median(train for train, _ in each) for each in windows]
+    val_S = [median(val for _, val in each) for each in windows]
+    lowest = val_S.index(min(val_S))
+    if val_S[-1] <= (1 + _RISE_OF_LOSS) * val_S[lowest] or train_S[-1] >= train_S[lowest]:
+        return None
+    return OverFitting(
+        lowest + size - 1, len(windows) - 1 - lowest, size,
+        train_S[lowest], val_S[lowest], train_S[-1], val_S[-1],
+    )  # fmt: skip
