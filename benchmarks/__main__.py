@@ -26,13 +26,13 @@ from benchmarks.checkpoint import measure_saving
 from benchmarks.coco import measure_coco
 from benchmarks.inference import measure_models, measure_runtimes
 from benchmarks.startup import measure_startup
-from ppdist.benchmark.step import machine
 from ppdist.cli import add_config, script_of
 from ppdist.common import process
 from ppdist.common.arguments import at_least
 from ppdist.common.files import make_parent, write_json
 from ppdist.config.experiment import load_config
 from ppdist.distributed import comm
+from ppdist.lab.benchmark.step import machine
 
 
 def parse() -> argparse.Namespace:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from ppdist.api import train
-from ppdist.benchmark.latency import measure_predictors, pictures_of, predictors_of
 from ppdist.common import process
 from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.config.parse import parse_plain
@@ -24,6 +23,7 @@ from ppdist.engine.build import build_model
 from ppdist.export.export import Pictures, export_model, precision_on, take_sample
 from ppdist.export.predictor import EagerPredictor, Predictor
 from ppdist.export.spec import InferenceSpec, describe
+from ppdist.lab.benchmark.latency import measure_predictors, pictures_of, predictors_of
 from ppdist.models.weights import checkpoint_of, load_weights
 
 MODELS = (  # recipe, learning rate at which it learns the images

@@ -19,11 +19,11 @@ from typing import Any
 import cv2
 import numpy as np
 
-from ppdist.benchmark.loader import Loading, Timed, children, cpu_of
 from ppdist.config.data import DataConfig
 from ppdist.config.experiment import load_config
 from ppdist.data.datasets.build import read_split
 from ppdist.data.types import DetectionSet, Records
+from ppdist.lab.benchmark.loader import Loading, Timed, children, cpu_of
 
 GREY = 114
 

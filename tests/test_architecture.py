@@ -25,8 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cpu", "losses", "metrics", "optim"),
     ("viz",),
     ("engine", "export"),
-    ("benchmark", "ensemble", "planner", "predict", "report", "tune"),
-    ("verify",),
+    ("lab", "predict", "report"),
     ("api", "cli"),
     PROGRAMS,
 )
@@ -38,7 +37,13 @@ BELOW_LAUNCHER = (
     "ppdist.launch", "ppdist.common", "ppdist.config", "ppdist.distributed.heartbeat",
     "ppdist.runtime.writer_thread",
 )  # fmt: skip
-WITHOUT_PADDLE = ("ppdist.cli", "ppdist.common", "ppdist.config", "ppdist.launch", "ppdist.planner")
+WITHOUT_PADDLE = (
+    "ppdist.cli",
+    "ppdist.common",
+    "ppdist.config",
+    "ppdist.launch",
+    "ppdist.lab.planner",
+)
 SEAM = "ppdist.distributed"  # the only importer of paddle.distributed
 PRIVATE_PADDLE = "ppdist.distributed.paddle_api"  # alone names what Paddle does not promise to keep
 PADDLES_INSIDE = ("paddle.base", "paddle.framework.core")
@@ -323,7 +328,7 @@ OTHER_WRITERS = {
         *("export/spec.py:write_spec", "launch/supervisor.py:run"),
         *("launch/supervisor.py:run_job", "launch/watchdog.py:_collect_stacks"),
         *("launch/worker.py:end_report", "launch/worker.py:stop"),
-        *("verify/dp_equivalence.py:compare_alone", "verify/dp_equivalence.py:judge"),
+        *("lab/verify/dp_equivalence.py:compare_alone", "lab/verify/dp_equivalence.py:judge"),
     },
     "under a new random name": {
         "engine/output_dirs.py:put",

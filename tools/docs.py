@@ -32,8 +32,8 @@ from ppdist.config.yaml import BASE_KEY
 from ppdist.engine.build import build_schedule_setup
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.train_step import TrainStep
+from ppdist.lab.verify.zoo import TOLERANCE, number_or_dash, published_figure
 from ppdist.models.zoo import MIRROR, OFFLINE, PublishedWeights, Source, zoo
-from ppdist.verify.zoo import TOLERANCE, number_or_dash, published_figure
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -94,8 +94,8 @@ def main() -> int:
         report = {"what": arguments.what, "config": arguments.config}
         report["overrides"] = arguments.override
         report["result"] = MEASURES[arguments.what](arguments, Path(scratch))
-        from ppdist.benchmark.step import machine
         from ppdist.distributed import comm
+        from ppdist.lab.benchmark.step import machine
 
         report["machine"] = machine()
         if comm.is_main():
@@ -143,7 +143,7 @@ def join_ranks(arguments: argparse.Namespace) -> "ExperimentConfig":
 
 
 def train(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.benchmark.step import measure_training
+    from ppdist.lab.benchmark.step import measure_training
 
     return measure_training(
         join_ranks(arguments), steps=arguments.steps, warmup=arguments.warmup, scratch=scratch
@@ -151,8 +151,8 @@ def train(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def loader(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.benchmark.loader import measure_loading
     from ppdist.data.datasets.build import read_split
+    from ppdist.lab.benchmark.loader import measure_loading
 
     config = join_ranks(arguments)
     dataset = read_split(config.data, "train", config.model.num_classes)
@@ -166,15 +166,15 @@ def loader(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.benchmark.latency import (
+    from ppdist.export.export import export_model
+    from ppdist.export.spec import describe, read_spec, validation_set
+    from ppdist.lab.benchmark.latency import (
         formats_here,
         measure_predictors,
         pictures_of,
         predictors_of,
     )
-    from ppdist.benchmark.step import require_detector
-    from ppdist.export.export import export_model
-    from ppdist.export.spec import describe, read_spec, validation_set
+    from ppdist.lab.benchmark.step import require_detector
 
     model: Any = None
     dataset = None
@@ -210,7 +210,7 @@ def build(config: "ExperimentConfig", weights: str | None) -> Any:
 
 
 def scaling(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.benchmark.scaling import measure_scaling
+    from ppdist.lab.benchmark.scaling import measure_scaling
 
     launcher = [sys.executable, *script_of("launch")]
     script = [*script_of("benchmark"), "train", "-c", arguments.config]

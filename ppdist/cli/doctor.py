@@ -180,7 +180,7 @@ def check_together(
 def be_rank(arguments: argparse.Namespace, report_file: Path) -> int:
     """What each of the processes does."""
     from ppdist.config.experiment import load_config
-    from ppdist.verify.cluster import check_ranks, compare_hosts, measure_cluster
+    from ppdist.lab.verify.cluster import check_ranks, compare_hosts, measure_cluster
 
     config = load_config(arguments.config, arguments.override) if arguments.config else None
     warnings = check_ranks(config)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from ppdist.cli import add_config, parser_of
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, share
-from ppdist.ensemble.wbf import IOU
+from ppdist.lab.ensemble.wbf import IOU
 
 if TYPE_CHECKING:
     from ppdist.config.experiment import ExperimentConfig
     from ppdist.data.types import DetectionSet
-    from ppdist.ensemble.fuse import Member
+    from ppdist.lab.ensemble.fuse import Member
     from ppdist.models.base import ImageModel
 
 IMAGES = 2048
@@ -90,7 +90,7 @@ def fuse(arguments: argparse.Namespace) -> None:
     from ppdist.config.experiment import load_config
     from ppdist.data.datasets.build import limits
     from ppdist.distributed import comm
-    from ppdist.ensemble import fuse as fusing
+    from ppdist.lab.ensemble import fuse as fusing
 
     out = arguments.out
     files = [config for config, _ in models]
@@ -122,8 +122,8 @@ def members_of_model(
     """A member for each view of a model; every rank calls it."""
     from ppdist.distributed import comm
     from ppdist.engine.preflight import fetch_on_all_ranks
-    from ppdist.ensemble import fuse as fusing
-    from ppdist.ensemble.wbf import view_iou
+    from ppdist.lab.ensemble import fuse as fusing
+    from ppdist.lab.ensemble.wbf import view_iou
     from ppdist.models.model_card import names_for
     from ppdist.models.weights import load_all_weights
 
@@ -161,7 +161,7 @@ def average(arguments: argparse.Namespace) -> None:
     from ppdist.config.experiment import load_config
     from ppdist.data.datasets.build import limits, read_split
     from ppdist.distributed import comm
-    from ppdist.ensemble import model_soup
+    from ppdist.lab.ensemble import model_soup
     from ppdist.models.model_card import average_of, card_of
     from ppdist.models.weights import arrays_of, check_writable, write_arrays
 

@@ -21,7 +21,7 @@ from ppdist.cli import parser_of, print_table
 from ppdist.common.arguments import at_least
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_parent, write_json
-from ppdist.planner.fit import (
+from ppdist.lab.planner.fit import (
     Fit,
     Measured,
     Row,
@@ -30,7 +30,7 @@ from ppdist.planner.fit import (
     read_benchmarks,
     read_link,
 )
-from ppdist.planner.model import Cluster, Job, Link, Prediction, clusters_up_to, predict
+from ppdist.lab.planner.model import Cluster, Job, Link, Prediction, clusters_up_to, predict
 
 # What is assumed of cards where nothing says it; each use is listed with its source.
 JITTER, PARALLEL_MS = 0.096, 12.2  # fitted to YOLOv5l on A100 (test_model_published.py)

@@ -60,11 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
     require_optuna()
     from ppdist.common.machine import available_cores
     from ppdist.config.study import load_study
+    from ppdist.lab.tune.results import export
+    from ppdist.lab.tune.search import Search
+    from ppdist.lab.tune.store import Store
+    from ppdist.lab.tune.trial import Launcher
     from ppdist.launch.signals import signals_noted
-    from ppdist.tune.results import export
-    from ppdist.tune.search import Search
-    from ppdist.tune.store import Store
-    from ppdist.tune.trial import Launcher
 
     began = time.monotonic()
     study = load_study(Path(arguments.config), tuple(arguments.override))
@@ -125,7 +125,7 @@ def dealt_cards(workers: int, processes: int) -> list[list[str]]:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    from ppdist.tune.results import ranking, read_rows
+    from ppdist.lab.tune.results import ranking, read_rows
 
     rows = read_rows(arguments.folder)
     if not rows:

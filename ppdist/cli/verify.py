@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def accelerator(arguments: argparse.Namespace) -> int:
-    from ppdist.verify.accelerator import failed, verify_accelerator
+    from ppdist.lab.verify.accelerator import failed, verify_accelerator
 
     report = verify_accelerator(
         arguments.config,
@@ -96,8 +96,8 @@ def equivalence(arguments: argparse.Namespace) -> int:
     from ppdist.common.files import write_json
     from ppdist.config.experiment import load_config
     from ppdist.distributed import comm
-    from ppdist.verify import dp_equivalence
-    from ppdist.verify.dp_equivalence import lines, verdict
+    from ppdist.lab.verify import dp_equivalence
+    from ppdist.lab.verify.dp_equivalence import lines, verdict
 
     steps = [f"train.max_steps={arguments.steps}", "log.visualdl=false"]
     config = load_config(arguments.config, [*arguments.override, *steps])
@@ -131,8 +131,8 @@ def zoo(arguments: argparse.Namespace) -> int:
     from ppdist.common.files import write_json
     from ppdist.config.distributed import DistributedConfig
     from ppdist.distributed import comm
+    from ppdist.lab.verify.zoo import FAIL, NOT_RUN, PASS, line, listing, verify_zoo
     from ppdist.models.zoo import zoo as published
-    from ppdist.verify.zoo import FAIL, NOT_RUN, PASS, line, listing, verify_zoo
 
     if not arguments.weights:
         print(listing())

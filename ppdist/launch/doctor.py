@@ -1,7 +1,7 @@
 """Preflight of one host: what would stop a run, and the remedy.
 
 Driver and network are read from /proc and /sys, so it needs neither Paddle nor root.  What was
-measured between ranks comes from ppdist/verify/cluster.py; a slow rank is named in training.
+measured between ranks comes from ppdist/lab/verify/cluster.py; a slow rank is named in training.
 """
 
 import importlib.util
@@ -46,7 +46,7 @@ _REMEDIES = {
     "speed": "every step waits for the slowest link",
 }
 
-Measured = Mapping[str, Any]  # of verify/cluster.py: what was measured between ranks
+Measured = Mapping[str, Any]  # of lab/verify/cluster.py: what was measured between ranks
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import ROOT, run_tool, succeeded
-from tests.unit.tune.studies import seeds_of
+from tests.unit.lab.tune.studies import seeds_of
 
 pytest.importorskip("optuna")
 

@@ -14,9 +14,9 @@ from ppdist.common.records import read_metrics
 from ppdist.common.run_log import RunLog
 from ppdist.common.writers import VisualDLWriter
 from ppdist.engine.checkpoint import save_checkpoint, set_aside, set_run_aside
+from ppdist.lab.tune.results import read_rows
 from ppdist.predict.detections import write_picture
 from ppdist.predict.results import write_table
-from ppdist.tune.results import read_rows
 from ppdist.viz.draw import write_jpeg
 from ppdist.viz.run_plots import draw_run
 from tests.errors import raises

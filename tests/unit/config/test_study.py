@@ -6,8 +6,8 @@ import pytest
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.study import Dimension, load_study
-from ppdist.tune.trial import Cell, grid
-from tests.unit.tune.studies import GRID, SEARCH, study_of, write_study
+from ppdist.lab.tune.trial import Cell, grid
+from tests.unit.lab.tune.studies import GRID, SEARCH, study_of, write_study
 
 
 def test_grid_finishes_first_seed_before_second(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from ppdist.config.runtime import RuntimeOptions
 from ppdist.cpu.switch import self_check
 from ppdist.engine.build import build_model
 from ppdist.engine.distillation import DistilledLoss, build_distillation
-from ppdist.ensemble import tta
 from ppdist.export.export import deployment_copy, export_model
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor
+from ppdist.lab.ensemble import tta
 from ppdist.models.complexity import complexity
 from ppdist.models.weights import load_weights
 from tests.errors import raises

@@ -13,8 +13,6 @@ import paddle
 import pytest
 from pydantic import ValidationError
 
-from ppdist.benchmark import latency
-from ppdist.benchmark.latency import measure_predictors, pictures_of, predictors_of
 from ppdist.cli import predict
 from ppdist.common.errors import ExportError
 from ppdist.config.runtime import RuntimeOptions
@@ -27,6 +25,8 @@ from ppdist.export.predictor import (
     prepare,
 )
 from ppdist.export.spec import InferenceSpec, read_spec, write_spec
+from ppdist.lab.benchmark import latency
+from ppdist.lab.benchmark.latency import measure_predictors, pictures_of, predictors_of
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.runtime.predictor import has_bfloat16, import_openvino, onnx_providers
 from tests.errors import raises

@@ -7,13 +7,13 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.benchmark.latency import formats_here
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig
 from ppdist.config.preprocess import ResizeSection
 from ppdist.export.export import export_model
 from ppdist.export.spec import InferenceSpec, InputSection
 from ppdist.export.verify import unexplained_rows
+from ppdist.lab.benchmark.latency import formats_here
 from ppdist.models.base import ImageModel
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5Classifier

@@ -1,0 +1,191 @@
+"""Boxes of several models and views fused into one set.
+
+read_common_set -> members_of_model -> fuse_members -> write_fused
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppdist.common.class_names import require_same_classes
+from ppdist.common.errors import ConfigError, DataError
+from ppdist.common.files import write_json
+from ppdist.config.experiment import ExperimentConfig
+from ppdist.data.datasets.build import read_split
+from ppdist.data.types import DetectionSet, ImageRecord
+from ppdist.distributed import comm, heartbeat
+from ppdist.distributed.comm import evaluate_on_all_ranks
+from ppdist.lab.ensemble.tta import look
+from ppdist.lab.ensemble.wbf import weighted_fusion
+from ppdist.metrics.coco import evaluate_boxes, write_detections
+from ppdist.models.base import Detector, ImageModel
+
+# The set that all members are of.
+
+
+def read_common_set(files: Sequence[str], configs: Sequence[ExperimentConfig]) -> DetectionSet:
+    """Reads the common validation set of all configurations.
+
+    Args: files: the names of the configurations.
+    Raises: ConfigError: one is of a classifier.  DataError: a file is damaged, or the sets differ.
+    """
+    sets: list[DetectionSet] = []
+    for file, config in zip(files, configs):
+        if config.model.task == "classify":
+            raise ConfigError(
+                "a classifier has no boxes",
+                code="needs_detector",
+                where=str(file),
+                fix="give detectors",
+            )
+        if config.data != configs[0].data or not sets:  # of the same data: read once
+            sets.append(read_split(config.data, "val", config.model.num_classes))
+            require_same_images(files[0], sets[0], file, sets[-1])
+    return sets[0]
+
+
+def require_same_images(first: str, one: DetectionSet, second: str, other: DetectionSet) -> None:
+    """Checks that two configurations have the same validation images and classes.
+
+    Args: first, second: the configuration files.
+    Raises: DataError: the images or their order differ.  ConfigError: the classes do.
+    """
+    fix = "give models of the same classes; their order does not matter"
+    require_same_classes(one.class_names, other.class_names, where=second, owner=first, fix=fix)
+    names = [[_mark(record) for record in dataset.records] for dataset in (one, other)]
+    if names[0] != names[1]:
+        counts = " and ".join(f"{len(each)} images" for each in names)
+        raise DataError(
+            f"the validation sets differ ({one.source} and {other.source}, {counts})",
+            code="validation_sets_differ",
+            where=f"{first} and {second}",
+            fix="give both the same with -o data.root=... data.val.annotations=...",
+        )
+
+
+def _mark(record: ImageRecord) -> tuple[str, int, int]:
+    return Path(record.path).name, record.width, record.height
+
+
+# Members, and their fusion.
+
+
+@dataclass(frozen=True)
+class Member:
+    """One view of a model; see `member_of`.
+
+    rows_R7: float32 (index of the image, class, score, x1, y1, x2, y2), pixels of the original
+    image, of this rank's images.  boxes: number
+    found in all images.  scores: its metrics.
+    """
+
+    name: str
+    rows_R7: np.ndarray
+    boxes: int
+    scores: dict[str, float]
+
+
+def member_of(name: str, rows_R7: np.ndarray, dataset: DetectionSet, most: int) -> Member:
+    """Scores a member and keeps the rows of this rank's images.  Collective.
+
+    Args:
+        rows_R7: as `Member.rows_R7`, of all images, the same on every rank.
+        most: see `evaluate_boxes`.
+    """
+
+    def score() -> dict[str, float]:
+        metrics = evaluate_boxes(dataset, rows_R7, most)
+        return {key: metrics[key] for key in ("mAP", "mAP50")}
+
+    scores = comm.run_on_main(score)
+    mine_R = rows_R7[:, 0].astype(np.int64) % comm.world_size() == comm.rank()
+    mine_R &= np.isfinite(rows_R7).all(1)  # a model that diverged
+    return Member(name, rows_R7[mine_R], len(rows_R7), scores)
+
+
+def members_of_model(
+    config: ExperimentConfig,
+    model: ImageModel,
+    name: str,
+    dataset: DetectionSet,
+    *,
+    scales: Sequence[float],
+    flip: bool,
+    suppression_iou: float,
+) -> Iterator[Member]:
+    """Yields a member for each view of a model.
+
+    Collective: iterate to its end.
+
+    Args:
+        dataset: has ground-truth boxes.
+        scales, flip: see `ppdist.lab.ensemble.tta.look`; suppression_iou: its `view_iou`.
+    """
+    assert isinstance(model, Detector)  # `read_common_set` refuses classifiers
+    most = config.evaluate.max_detections
+    for view, rows_R7 in look(config, model, dataset, scales, flip, suppression_iou):
+        yield member_of(f"{name} {view}", rows_R7, dataset, most)
+
+
+def fuse_members(members: Sequence[Member], iou: float, keep: int) -> np.ndarray:
+    """Fuses the members' detections; the result is equal on every rank.
+
+    Collective: each has its rows of the same members; images are fused one by one, so the number of
+    ranks plays no part.
+
+    Args: iou: of `weighted_fusion`.  keep: maximum boxes of an image, highest scores first.
+    Returns: as `Member.rows_R7`, of all images, ordered by image, best first.
+    Raises: EvaluationFailed, on every rank: some rank could not fuse its images.
+    """
+    share_R7 = evaluate_on_all_ranks(lambda: _fuse_share(members, iou, keep)).value
+    all_R7 = comm.all_gather_rows(share_R7)
+    return all_R7[np.argsort(all_R7[:, 0], kind="stable")]
+
+
+def _fuse_share(members: Sequence[Member], iou: float, keep: int) -> np.ndarray:
+    """Fuses this rank's images."""
+    rows_R7 = np.concatenate([member.rows_R7 for member in members])
+    rows_R7 = rows_R7[np.argsort(rows_R7[:, 0], kind="stable")]
+    first_R = np.flatnonzero(np.diff(rows_R7[:, 0], prepend=-1))
+    fused = [np.zeros((0, 7), np.float32)]
+    for begin, end in zip(first_R, [*first_R[1:], len(rows_R7)]):
+        heartbeat.alive()
+        fused.append(fuse_image(rows_R7[begin:end], len(members), iou)[:keep])
+    return np.concatenate(fused)
+
+
+def fuse_image(rows_R7: np.ndarray, members: int, iou: float) -> np.ndarray:
+    """Fuses the rows of one image class by class, best first.
+
+    On ties the lower class is first.
+    """
+    found = []
+    for label in np.unique(rows_R7[:, 1]):
+        rows_S7 = rows_R7[rows_R7[:, 1] == label].astype(np.float64)
+        boxes_K4, scores_K = weighted_fusion(rows_S7[:, 3:], rows_S7[:, 2], members, iou)
+        same_K2 = np.broadcast_to([rows_R7[0, 0], label], (len(scores_K), 2))
+        found.append(np.concatenate([same_K2, scores_K[:, None], boxes_K4], axis=1))
+    rows_K7 = np.concatenate(found).astype(np.float32)
+    return rows_K7[np.argsort(-rows_K7[:, 2], kind="stable")]
+
+
+def write_fused(
+    out: Path,
+    dataset: DetectionSet,
+    members: Sequence[Member],
+    fused_R7: np.ndarray,
+    most: int,
+) -> dict[str, Any]:
+    """Writes detections.json and scores.json; rank 0 only.
+
+    Args: most: see `evaluate_boxes`.
+    Returns: what is in scores.json.
+    """
+    write_detections(out / "detections.json", dataset, fused_R7)
+    of_members = [{"name": member.name, **member.scores} for member in members]
+    scores = {"fused": evaluate_boxes(dataset, fused_R7, most), "members": of_members}
+    write_json(out / "scores.json", scores, indent=1)
+    return scores

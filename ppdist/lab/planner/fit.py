@@ -1,0 +1,195 @@
+"""The numbers of a step, fitted to rows that were measured.
+
+Rows and rates come from the JSON of ppdist benchmark and ppdist doctor, or are typed in.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import minimize_scalar, nnls
+
+from ppdist.common.errors import ConfigError
+from ppdist.lab.planner.model import Link, slowest_of
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured step, on one host."""
+
+    cards: int
+    batch: int  # images of a card
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits the rows best, in relative error."""
+
+    fixed_seconds: float
+    image_seconds: float
+    jitter: float
+    parallel_seconds: float
+    parameters: tuple[str, ...]  # those the rows could tell; the others are 0, or were given
+    rows: tuple[Row, ...]
+
+    def seconds(self, row: Row) -> float:
+        """Of a step like that of the row."""
+        compute = self.fixed_seconds + row.batch * self.image_seconds
+        slowest = 1 + self.jitter * slowest_of(row.cards)
+        return compute * slowest + self.parallel_seconds * (row.cards > 1)
+
+    def error(self, row: Row) -> float:
+        """Predicted / measured - 1."""
+        return self.seconds(row) / row.seconds - 1
+
+
+def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None = None) -> Fit:
+    """Fits the step-time model to measured rows.
+
+    The model: (t0 + b t1) (1 + jitter c(N)) + delta [N > 1].  A parameter is left
+    out if the rows cannot tell it from another: t0 needs two batch sizes, delta rows on one card
+    and on several, jitter yet another number of cards.
+
+    Args: jitter, parallel: given, so not fitted.
+    Raises: ConfigError: no rows, or one that measured nothing.
+    """
+    seconds = [row.seconds - (parallel or 0.0) * (row.cards > 1) for row in rows]
+    if not rows or min(seconds) <= 0 or min(row.batch for row in rows) < 1:
+        listed = ", ".join(f"{r.cards}x{r.batch}={1000 * r.seconds:g} ms" for r in rows)
+        raise ConfigError(
+            "the step cannot be fitted: expected rows of cards, batch per card and seconds "
+            f"above the fixed cost of several cards, found {listed or 'none'}",
+            code="rows_do_not_fit",
+        )
+    given = {"jitter": jitter, "parallel": parallel}
+    names = tuple(name for name in identifiable(rows) if given.get(name) is None)
+    if "jitter" in names:
+        jitter = minimize_scalar(
+            lambda tried: _linear(rows, seconds, names, tried)[1],
+            bounds=(0, 1), method="bounded", options={"xatol": 1e-7},
+        ).x  # fmt: skip
+    found = _linear(rows, seconds, names, jitter or 0.0)[0]
+    return Fit(
+        found.get("fixed", 0.0), found["image"], float(jitter or 0.0),
+        parallel or found.get("parallel", 0.0), names, tuple(rows),
+    )  # fmt: skip
+
+
+def identifiable(rows: Sequence[Row]) -> tuple[str, ...]:
+    """The parameters that these rows can tell, no more than rows."""
+    several = {row.cards for row in rows if row.cards > 1}
+    names = ["image"]
+    if several and any(row.cards == 1 for row in rows):
+        names.append("parallel")
+    if len({row.batch for row in rows}) > 1:
+        names.append("fixed")
+    if len(several) > 1:
+        names.append("jitter")
+    return tuple(names[: len(rows)])
+
+
+def _linear(
+    rows: Sequence[Row], seconds: Sequence[float], names: Sequence[str], jitter: float
+) -> tuple[dict[str, float], float]:
+    """Least-squares seconds by name, none below 0, at a given jitter; and their relative error."""
+    columns = {
+        "fixed": [1 + jitter * slowest_of(row.cards) for row in rows],
+        "image": [row.batch * (1 + jitter * slowest_of(row.cards)) for row in rows],
+        "parallel": [float(row.cards > 1) for row in rows],
+    }
+    measured = np.array([row.seconds for row in rows])
+    linear = [name for name in columns if name in names]
+    matrix = np.array([columns[name] for name in linear]).T / measured[:, None]
+    values, error = nnls(matrix, np.array(seconds) / measured)
+    return dict(zip(linear, map(float, values))), float(error)
+
+
+# What the JSON files say.
+
+
+@dataclass
+class Measured:
+    """Of all files together; None: no file says it."""
+
+    rows: list[Row] = field(default_factory=list)
+    card_input: float | None = None  # images a second of the loader of one card
+    parameters: float | None = None
+    on_cpu: bool = False  # where the backward pass hides nothing of the network
+
+
+def read_benchmarks(paths: Sequence[Path]) -> Measured:
+    """Reads reports of `ppdist benchmark train|scaling|loader`, in any number.
+
+    Raises: ConfigError: a file is none of these.
+    """
+    measured = Measured()
+    for path in paths:
+        report = _read(path)
+        try:
+            result, machine = report["result"], report["machine"]
+            what = report["what"]
+            if what == "train":
+                _add_row(measured, result, machine, int(machine["ranks"]), None)
+            elif what == "scaling":
+                for count in result:
+                    rate = float(result[count]["images_per_second"])
+                    _add_row(measured, result[count]["last_round"], machine, int(count), rate)
+            elif what != "loader":
+                raise ValueError(what)
+            else:
+                measured.card_input = float(result["images_per_second"]) / int(machine["ranks"])
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"is no report of this version's benchmark of train, scaling or loader: {error!r}",
+                code="not_a_benchmark",
+                where=str(path),
+            ) from error
+    return measured
+
+
+def _add_row(measured: Measured, result: Any, machine: Any, ranks: int, rate: float | None) -> None:
+    """Adds a step without its wait for data.
+
+    The model adds that wait itself.
+
+    Args: rate: images per second of all ranks, if measured over several runs.
+    """
+    images = float(result["images_per_step"])
+    seconds = images / rate if rate else float(result["step_seconds"])
+    seconds -= float(result["seconds"]["data"])
+    measured.rows.append(Row(ranks, round(images / ranks), seconds))
+    measured.on_cpu = machine["device"] == "cpu"
+    measured.parameters = float(result["parameters"])
+
+
+def read_link(path: Path) -> Link:
+    """The link between hosts that ppdist doctor measured: the slowest that its ring met.
+
+    Raises: ConfigError: the file is not such a report, or one of a single host.
+    """
+    report = _read(path)
+    try:
+        if len(set(report["hosts"])) == 1:
+            raise ValueError("one host")
+        return Link(float(report["latency_seconds"]), float(report["bandwidth_bytes_per_second"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"is not a report of ppdist doctor --json FILE on two hosts or more: {error!r}; "
+            "expected hosts, latency_seconds and bandwidth_bytes_per_second",
+            code="not_a_doctor_report",
+            where=str(path),
+        ) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {**content}
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"cannot be read as a JSON object: {error}", code="not_json", where=str(path)
+        ) from error

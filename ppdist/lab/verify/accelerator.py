@@ -1,0 +1,324 @@
+"""Answers whether this machine's cards train right, in three parts.
+
+    equivalence   some steps on all ranks and on one card; of one card alone, on it and on the CPU
+    speed         images a second on all ranks and on one card, and that losses are finite
+    resume        a run that is resumed in its middle, and one that was not interrupted
+
+Each ends in one of three words:
+
+    PASS      something was compared, and nothing was further off than it may be
+    FAIL      something was
+    NOT RUN   it could not be compared here; with the reason, and what was measured anyway
+
+The ranks that fleetrun has started do all of it.  What one card does alone is a process beside
+rank 0, for which the others wait.
+"""
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from ppdist.common.errors import ConfigError, LaunchError
+from ppdist.common.files import make_folder, write_json
+from ppdist.common.job import JOB_DIR_VARIABLE
+from ppdist.config.experiment import ExperimentConfig, load_config
+from ppdist.data.datasets.synthetic import make_shapes
+from ppdist.distributed import comm, device
+from ppdist.engine.build import build_training
+from ppdist.engine.continuation import ANEW, Continuation
+from ppdist.lab.benchmark.step import machine, measure_training
+from ppdist.lab.verify import dp_equivalence
+
+Report = dict[str, Any]
+Checkpoint = dict[str, np.ndarray]
+PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
+JSON_NAME = "accelerator.json"
+
+_STEPS, _STEPS_WITH_CPU = 6, 3  # of the equivalence; on a CPU a large model takes seconds an image
+_NOISE_ALLOWED = 10.0  # times what two uninterrupted runs differ by
+# Where there is no configuration.  A YOLOv5 of this size amplifies a rounding a hundred times as
+# much, so it proves less.
+_BUILT_IN, _IMAGES, _SIDE = "demo", 96, 160
+
+
+@dataclass
+class Result:
+    """Result of a part: FAIL with any problem, else NOT RUN with any reason, else PASS."""
+
+    measured: Report = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    not_run: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return FAIL if self.problems else NOT_RUN if self.not_run else PASS
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the parts work with.
+
+    Attributes:
+        source: file of the configuration, or the name of a shipped one; overrides: items of -o.
+        work: a folder that is deleted at the end.
+        command: the words that start a command of ours, such as `verify`.
+        steps: that measure speed, and of the resumed run.
+        efficiency: the least part of N times the rate of one card.
+    """
+
+    source: str
+    overrides: Sequence[str]
+    work: Path
+    command: Callable[[str], list[str]]
+    steps: int
+    efficiency: float
+
+    def config(self, *more: str) -> ExperimentConfig:
+        """Loads the configuration.  Collective."""
+        return comm.run_on_all_ranks(lambda: load_config(self.source, [*self.overrides, *more]))
+
+    def words(self, command: str, kind: str, *more: str) -> list[str]:
+        """Writes the command line of one of our commands, with this configuration."""
+        given = ["-o", *self.overrides, *more] if self.overrides or more else []
+        return [*self.command(command), kind, "-c", self.source, *given]
+
+
+def verify_accelerator(
+    config_file: str | None,
+    overrides: Sequence[str],
+    out: Path,
+    command: Callable[[str], list[str]],
+    *,
+    steps: int,
+    efficiency: float,
+) -> Report:
+    """Runs all parts in order; prints a line for each, and writes a JSON.  Collective.
+
+    Args:
+        config_file: None: a small model and generated images; for the other arguments see `Proof`.
+        out: the same path on every host of the ranks.
+    Raises: UserError, on every rank: the configuration, its data or the card cannot be used.
+    """
+    work, results, seconds = out / "work", dict[str, Result](), dict[str, float]()
+    built_in = [f"data.root={work / 'data'}", "train.sync_bn=true"] if config_file is None else []
+
+    def prepare() -> None:
+        if comm.local_rank() == 0:
+            make_folder(work)
+            if built_in:
+                make_shapes(work / "data", train=_IMAGES, val=2, size=_SIDE, seed=0)
+
+    with ExitStack() as undo:
+        if comm.local_rank() == 0:
+            undo.callback(shutil.rmtree, work, ignore_errors=True)
+        comm.run_on_all_ranks(prepare)
+        items = [*built_in, *overrides]
+        proof = Proof(config_file or _BUILT_IN, items, work, command, steps, efficiency)
+        config = proof.config()
+        comm.init(config.device, config.distributed)
+        for name, part in PARTS.items():
+            began = time.monotonic()
+            try:
+                results[name] = part(proof)
+            except LaunchError as error:  # of the process beside rank 0; on every rank
+                results[name] = Result(problems=[f"{error}"])
+            device.release_memory()
+            seconds[name] = time.monotonic() - began
+            if comm.is_main():
+                print(line(name, results[name]), flush=True)
+    report = {
+        "machine": machine() | {"hosts": comm.all_gather_object(comm.host())},
+        "config": config_file or "built in",
+        "overrides": list(overrides),
+        "parts": {
+            name: {"verdict": result.verdict, "seconds": seconds[name]} | asdict(result)
+            for name, result in results.items()
+        },
+    }
+    comm.run_on_main(lambda: write_json(out / JSON_NAME, report, indent=1))
+    return report
+
+
+# Equivalence
+
+
+def equivalence(proof: Proof) -> Result:
+    """Trains in float32 over epochs with a partial last step, and once more alone.  Collective."""
+    on_cpu = comm.world_size() == 1
+    if on_cpu and not device.on_accelerator():
+        return Result(not_run="one rank of a CPU: there is nothing to compare it with")
+    config = proof.config()
+    try:
+        dp_equivalence.require_comparable(config)
+    except ConfigError as error:
+        return Result(not_run=f"{error}")
+    total = config.train.micro_batches(comm.world_size()).total_batch
+    exact = (
+        *("train.amp.enabled=false", "distributed.gradient_dtype=float32"),
+        *("schedule.warmup_epochs=0", "train.epochs=4", "log.visualdl=false"),
+        f"data.train.limit={2 * total + max(1, total // 2)}",
+    )
+    command = proof.words("verify", "equivalence", *exact)
+    steps = _STEPS_WITH_CPU if on_cpu else _STEPS
+    report = dp_equivalence.verify_ranks(proof.config(*exact), steps, command, on_cpu=on_cpu)
+    return judge_equivalence(report)
+
+
+def judge_equivalence(report: Report) -> Result:
+    """Judges the equivalence.  Args: report: of `dp_equivalence.verify_ranks`."""
+    verdict = dp_equivalence.verdict(report)
+    result = Result({"report": report})
+    if verdict == FAIL:
+        far = [row["name"] for row in report["measured"] if not row["passed"]]
+        result.problems = [f"too far off: {', '.join(far) or 'weights of some ranks'}"]
+    elif verdict != PASS:
+        result.not_run = f"{verdict}: no step could have told right from wrong"
+    return result
+
+
+# Speed
+
+
+def speed(proof: Proof) -> Result:
+    """Measures images a second on all ranks, then on one card.  Collective."""
+    warmup = max(1, proof.steps // 4)
+    config, scratch = proof.config(), proof.work / "speed"
+    training = measure_training(config, steps=proof.steps, warmup=warmup, scratch=scratch)
+    rates = {comm.world_size(): training["images_per_second"]}
+    if comm.world_size() > 1:
+        file = proof.work / "alone.json"
+        words = proof.words("benchmark", "train")
+        words += ["--steps", f"{proof.steps}", "--warmup", f"{warmup}", "--json", f"{file}"]
+
+        def measure_alone() -> float:
+            dp_equivalence.run_alone(words)
+            report = json.loads(file.read_text(encoding="utf-8"))
+            return report["result"]["images_per_second"]
+
+        device.release_memory()  # the process beside rank 0 needs the same card
+        rates[1] = comm.run_on_main(measure_alone)
+    result = judge_speed(rates, proof.efficiency, device.on_accelerator())
+    if not all(map(math.isfinite, training["losses"])):
+        result.problems.append("losses are not finite")
+    amp = config.train.amp  # float16 may skip steps while it looks for its loss scale
+    if training["skipped_steps"] and not (amp.enabled and amp.dtype == "float16"):
+        result.problems.append(f"{training['skipped_steps']} steps were not applied")
+    return result
+
+
+def judge_speed(rates: Mapping[int, float], least: float, on_cards: bool) -> Result:
+    """Judges the speed.
+
+    Args: rates: images per second of all ranks, by the number of ranks; with that of 1.
+    """
+    world = max(rates)
+    share = rates[world] / rates[1] / world
+    result = Result({"images_per_second": dict(rates), "efficiency": share})
+    if world == 1:
+        result.not_run = "one rank only: measured, with nothing to compare"
+    elif not on_cards:
+        result.not_run = "ranks of a CPU share its cores: measured, not judged"
+    elif not share >= least:
+        result.problems = [
+            f"{world} cards: {share:.0%} of {world} times the rate of one, asked for {least:.0%}"
+        ]
+    return result
+
+
+# Resume
+
+
+def resume(proof: Proof) -> Result:
+    """Checks that a resumed run ends like an uninterrupted one.  Collective.
+
+    If they are not equal bit for bit, a third run, uninterrupted too, tells how far two equal runs
+    differ on this device: sums of several blocks may be added in any order.
+    """
+    os.environ.pop(JOB_DIR_VARIABLE, None)  # these runs are no attempts of one job
+    half = max(1, proof.steps // 2)
+    epochs = max(2 * half, proof.config().train.epochs)  # each has a step at least
+    config = proof.config(
+        *(f"train.max_steps={2 * half}", f"train.epochs={epochs}", "checkpoint.keep=3"),
+        *(f"checkpoint.every_steps={half}", "log.visualdl=false", "log.images=0"),
+    )
+
+    def train(name: str, start: Continuation = ANEW) -> float:
+        """Trains into a folder; returns how far it ends off the first run."""
+        with redirect_stdout(sys.stderr):
+            experiment = build_training(
+                config, output_dir=proof.work / name, evaluate=False, command=["verify"],
+                resume=start,
+            )  # fmt: skip
+            with experiment.log:
+                experiment.trainer.fit()
+        return comm.run_on_main(
+            lambda: off_by(*(_checkpoint(proof.work / run) for run in (name, "whole")))
+        )
+
+    train("whole")
+    middle = proof.work / "whole" / "checkpoints" / f"step-{half:08d}"
+    resumed = train("resumed", Continuation(middle))
+    return judge_resume(resumed, train("again") if resumed else 0.0)
+
+
+def _checkpoint(folder: Path) -> Checkpoint:
+    return {
+        f"{file.stem}/{key}": array
+        for file in (folder / "checkpoints" / "last").glob("*.safetensors")
+        for key, array in load_file(file).items()
+    }
+
+
+def off_by(one: Checkpoint, other: Checkpoint) -> float:
+    """Divides the L2 norm of two checkpoints' difference by that of the other; 0: equal."""
+    if one.keys() != other.keys() or not one:
+        raise ValueError(f"the checkpoints hold {len(one)} and {len(other)} tensors")
+    wide = {key: array.astype(np.float64) for key, array in other.items()}
+    off = sum(float(np.square(one[key] - array).sum()) for key, array in wide.items())
+    size = sum(float(np.square(array).sum()) for array in wide.values())
+    relative = math.sqrt(off / max(size, 1e-24))
+    return relative if math.isfinite(relative) else 1e9  # JSON has no other number for it
+
+
+def judge_resume(resumed: float, noise: float) -> Result:
+    """Judges the resume.
+
+    Args: noise: `off_by` of two uninterrupted runs; not measured where `resumed` is 0.
+    """
+    result = Result({"resumed_off_by": resumed, "uninterrupted_off_by": noise})
+    if resumed > _NOISE_ALLOWED * noise:
+        result.problems.append(f"off by {resumed:.1e}; two uninterrupted runs by {noise:.1e}")
+    return result
+
+
+PARTS: dict[str, Callable[[Proof], Result]] = {
+    "equivalence": equivalence,
+    "speed": speed,
+    "resume": resume,
+}
+
+
+def line(name: str, result: Result) -> str:
+    """Writes `PASS     resume`, with what went wrong or the reason, and the figures below."""
+    reason = "; ".join(result.problems) or result.not_run
+    rates = result.measured.get("images_per_second", {})
+    below = [f"{rate:.1f} images a second on {ranks}" for ranks, rate in sorted(rates.items())]
+    below += dp_equivalence.lines(report) if (report := result.measured.get("report")) else []
+    title = f"{result.verdict:<8} {name}" + (f": {reason}" if reason else "")
+    return "\n".join([title, *(f"  {row}" for row in below)])
+
+
+def failed(report: Report) -> bool:
+    """Whether any part did."""
+    return any(part["verdict"] == FAIL for part in report["parts"].values())
