@@ -34,8 +34,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 LAUNCHER = "ppdist.launch"
 COMMANDS = "ppdist.cli"
 BELOW_LAUNCHER = (
-    "ppdist.launch", "ppdist.common", "ppdist.config", "ppdist.distributed.heartbeat",
-    "ppdist.runtime.writer_thread",
+    "ppdist.launch", "ppdist.common", "ppdist.distributed.heartbeat",
+    "ppdist.runtime.writer_thread",  # a terminal may block, and fleetrun must not
 )  # fmt: skip
 WITHOUT_PADDLE = (
     "ppdist.cli",

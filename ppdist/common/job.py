@@ -1,4 +1,7 @@
-"""What fleetrun tells the ranks of a job: variables of the environment, files of its folder."""
+"""What fleetrun tells the ranks of a job: variables of the environment, files of its folder.
+
+And the keys of a configuration that both leave out where they compare the hosts of a job.
+"""
 
 import json
 import os
@@ -20,6 +23,14 @@ MIN_HOSTS_VARIABLE = "PPDIST_MIN_HOSTS"
 RUN_NOTE = "run.json"  # in the folder of a job: what one attempt leaves for the next
 CHANGE_NOTE = "change.json"  # there, too: this attempt is stopped because hosts go or come
 DIGESTS_NOTE = "digests.json"  # there, too: what rank 0 trains with (engine/digests.py)
+# What the hosts of one run may each set as they like: where things lie, not what is computed.
+PER_HOST_KEYS = (
+    "output_dir",  # only rank 0 writes
+    "data.root",  # the data themselves are compared: ppdist.engine.data
+    "data.workers",
+    "data.worker_timeout_seconds",
+    "model.pretrained",  # the content of the file is compared: preflight.flat_config
+)
 
 
 def launcher_folder() -> Path | None:

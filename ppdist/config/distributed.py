@@ -1,4 +1,4 @@
-"""The `distributed` section, and which keys may differ between hosts."""
+"""The `distributed` section."""
 
 from typing import Annotated, Literal
 
@@ -6,16 +6,6 @@ from pydantic import BeforeValidator, Field
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.section import OnResume, Section
-
-# What the hosts of one run may each set as they like: where things lie, not what is computed.
-PER_HOST_KEYS = (
-    "output_dir",  # only rank 0 writes
-    "data.root",  # the data themselves are compared: ppdist.engine.data
-    "data.workers",
-    "data.worker_timeout_seconds",
-    "model.pretrained",  # the content of the file is compared: preflight.flat_config
-)
-
 
 _Speed = Annotated[float, Field(gt=0)]
 

@@ -24,10 +24,10 @@ import ppdist
 from ppdist.common.code_digest import digests_of_package
 from ppdist.common.errors import ConfigError, LaunchError, WeightsError
 from ppdist.common.files import digest_of_file
-from ppdist.common.job import MIN_HOSTS_VARIABLE, RUN_NOTE, read_note
+from ppdist.common.job import MIN_HOSTS_VARIABLE, PER_HOST_KEYS, RUN_NOTE, read_note
 from ppdist.common.process import unknown_paddle
 from ppdist.config import plugins
-from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
+from ppdist.config.distributed import DistributedConfig
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.parse import flattened
 from ppdist.cpu.precision import BFLOAT16, Kernels

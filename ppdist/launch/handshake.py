@@ -6,6 +6,7 @@ from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
+from ppdist.common.job import PER_HOST_KEYS
 from ppdist.launch.connection import Message, integer_of, text_of
 from ppdist.launch.network import MOST_HOSTS, typed_hosts
 from ppdist.launch.options import MOST_RESTARTS, MOST_SECONDS, Options
@@ -185,9 +186,6 @@ def _count_common(here: Sequence[str], there: Sequence[str]) -> int:
 
 def _without_places(words: Sequence[str]) -> list[str]:
     """Leaves out the arguments that set where something lies on this host."""
-    # Here, because reading Sections would take half of the time and memory of fleetrun's start.
-    from ppdist.config.distributed import PER_HOST_KEYS
-
     kept = [word for word in words if word.partition("=")[0] not in PER_HOST_KEYS]
     alone = len(kept) < len(words)  # an -o may have lost all its values
     return [

@@ -14,8 +14,14 @@ from typing import Any
 import pytest
 
 from ppdist.common.errors import UserError
-from ppdist.common.job import JOB_DIR_VARIABLE, MIN_HOSTS_VARIABLE, RUN_NOTE, write_note
-from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
+from ppdist.common.job import (
+    JOB_DIR_VARIABLE,
+    MIN_HOSTS_VARIABLE,
+    PER_HOST_KEYS,
+    RUN_NOTE,
+    write_note,
+)
+from ppdist.config.distributed import DistributedConfig
 from ppdist.config.parse import flattened
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
