@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +14,6 @@ from ppdist.data.datasets.build import read_raw
 from tests.forked import run_here
 from tests.unit.data.datasets.small import voc_set
 from tests.unit.data.sets import write_images, write_voc
-
-TOOL = str(Path(__file__).resolve().parents[2] / "tools" / "data.py")
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +28,6 @@ def made(tmp_path_factory) -> Path:
         f"model: {{name: ppyoloe, num_classes: 3}}\n"
     )
     return root
-
-
-@pytest.mark.slow
-def test_it_runs_as_a_program(made):
-    done = subprocess.run(
-        [sys.executable, TOOL, "check", "-c", made / "cfg.yml", "--fast"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "ok: both splits can be used; only image headers were checked" in done.stdout
 
 
 def test_check_says_that_all_is_well(made, tmp_path):
@@ -265,15 +248,6 @@ def test_stats_shows_both_splits_and_writes_counts(made, tmp_path):
             of_class = [x for x in content["annotations"] if x["category_id"] == row["id"]]
             assert row["objects"] == len(of_class)
             assert row["images"] == len({x["image_id"] for x in of_class})
-
-
-@pytest.mark.slow
-def test_stats_plots(made, tmp_path):
-    done = run_here("data", "stats", "-c", made / "cfg.yml", "--plots", tmp_path / "plots")
-    assert done.returncode == 0, done.stderr
-    names = sorted(path.name for path in (tmp_path / "plots").iterdir())
-    assert names == ["classes.png"]
-    assert f"wrote {tmp_path / 'plots' / 'classes.png'}" in done.stdout
 
 
 def test_show_draws_training_and_evaluation_inputs(made, tmp_path):

@@ -16,7 +16,7 @@ from ppdist.engine.build import build_model
 from ppdist.models.model_card import read_card
 from ppdist.models.weights import load_all_weights, read_arrays
 from tests.errors import raises
-from tests.forked import run_on_two_ranks, run_tool, succeeded
+from tests.forked import run_tool
 
 CONFIG = """
 data:
@@ -108,14 +108,6 @@ def test_queries_and_cells_are_fused(project: Path) -> None:
     assert {entry["image_id"] for entry in found} == {1, 2, 3, 4, 5}
 
 
-@pytest.mark.slow  # tests/ensemble has two ranks that fuse, without models
-def test_two_ranks_write_the_bytes_of_one_process(project: Path, fused: Path) -> None:
-    out = project / "two"
-    succeeded(run_on_two_ranks(project, "ensemble", "fuse", *of_two_models(project), "--out", out))
-    for name in ("detections.json", "scores.json"):
-        assert (out / name).read_bytes() == (fused / name).read_bytes(), name
-
-
 def average(project: Path, *more: object) -> list[object]:
     weights = [project / f"ppyoloe{seed}.pdparams" for seed in range(3)]
     return ["average", "-c", project / "ppyoloe.yml", "--weights", *weights, *more]
@@ -137,14 +129,6 @@ def test_model_soup_has_own_statistics_and_loads(project: Path) -> None:
     card = read_card(one)
     assert len(card.class_names) == 3 and card.source == "average of 3 weights"
     load_all_weights(build_model(load_config(str(project / "ppyoloe.yml"), [])), one)
-
-
-@pytest.mark.slow
-def test_two_ranks_average_to_the_bytes_of_one_process(project: Path) -> None:
-    one, two = project / "first.safetensors", project / "second.safetensors"
-    succeeded(run_tool("ensemble", *average(project, "--out", one)))
-    succeeded(run_on_two_ranks(project, "ensemble", *average(project, "--out", two)))
-    assert one.read_bytes() == two.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,10 @@ def test_eval_writes_the_scores_of_two_ranks(
     assert [metrics[name] for name in METRICS] == pytest.approx([last[name] for name in METRICS])
     assert metrics["AR100"] > 0.1  # a run that learned nothing would make zeros agree
     assert json.loads((project / "evaluated" / "evaluation.json").read_text())["step"] == STEPS
-    assert (project / "evaluated" / "plots" / "worst.jpg").is_file()
+    detections = json.loads((project / "evaluated" / "detections.json").read_text())
+    assert 0 < len(detections) == len(json.loads((project / "found.json").read_text()))
+    plots = {path.name for path in (project / "evaluated" / "plots").iterdir()}
+    assert {"worst.jpg", "confusion.png", "pr_curve.png"} <= plots
 
 
 def test_metric_below_floor_exits_2_with_one_message(

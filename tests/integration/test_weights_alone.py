@@ -92,13 +92,6 @@ def test_a_file_does_not_know_where_data_are(trained, call, tmp_path) -> None:
     assert "mAP" in alone and alone == given
 
 
-def test_weights_without_a_card_need_a_config(trained, call, tmp_path) -> None:
-    call(convert, "-w", trained, "--out", tmp_path / "w.pdparams")
-    with raises("weights_without_card"):
-        source = trained / "data" / "images"
-        call(predict, "-w", tmp_path / "w.pdparams", "--source", source, "--out", tmp_path / "x")
-
-
 @pytest.mark.slow
 def test_an_export_keeps_names_licence_and_network(trained, call, tmp_path) -> None:
     call(export, "-w", trained, "--out", tmp_path / "out")

@@ -60,17 +60,6 @@ def lively() -> Subject:
     return Subject("tiny", "random", model, spec, images)
 
 
-@pytest.mark.slow
-def test_every_form_of_a_model_is_within_the_limits() -> None:
-    pytest.importorskip("paddle2onnx")
-    found = list(matrix.measure(lively()))
-    assert [(each.format, each.form) for each in found] == [
-        (name, form.name) for form in matrix.FORMS for name in ("paddle", "onnx")
-    ]
-    assert all(each.passed for each in found), matrix.table(found)
-    assert all(each.boxes for each in found)
-
-
 def test_the_table_stands_between_its_marks(tmp_path: Path) -> None:
     document = tmp_path / "deploy.md"
     document.write_text(f"before\n{matrix.BEGIN}\nold\n{matrix.END}\nafter\n")
@@ -96,12 +85,6 @@ def test_every_model_of_the_matrix_has_its_configuration() -> None:
         assert (REPOSITORY / "configs" / file).is_file(), name
 
 
-def test_a_folder_without_images_is_an_error(tmp_path: Path) -> None:
-    with raises("no_images"):
-        images_of(tmp_path)
-    assert len(images_of(None)) == 20
-
-
 @pytest.mark.slow
 def test_verify_export_prints_rows_and_writes_json(tmp_path: Path) -> None:
     pytest.importorskip("paddle2onnx")
@@ -114,14 +97,3 @@ def test_verify_export_prints_rows_and_writes_json(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS: 8 of 8 files" in done.stdout
     assert all(each["passed"] for each in json.loads(report.read_text()))
-
-
-@pytest.mark.slow
-def test_verify_export_refuses_what_it_does_not_know(tmp_path: Path) -> None:
-    for options, said in (
-        (["--models", "resnet"], "--models resnet: expected some of yolov5n"),
-        (["--weights", f"a={tmp_path}"], "DIR with config.yml and checkpoints/best"),
-    ):
-        command = [sys.executable, "-m", "tests.reference", "export", *options]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 2 and said in done.stderr

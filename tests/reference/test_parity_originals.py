@@ -2,18 +2,19 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ppdist.config.loss import YOLOv5LossConfig
 from ppdist.losses.yolov5 import YOLOv5Loss
-from tests.reference.parity import compare, compare_keys, family_of, ppyoloe, yolov5
-from tests.reference.parity.measure import GROUPS, Measurement
+from tests.errors import raises
+from tests.reference.parity import compare, compare_keys, family_of, ppyoloe, verify, yolov5
+from tests.reference.parity.measure import GROUPS, Measurement, off
 from tests.reference.parity.reference import Reference, read_formulas, read_key_list, read_reference
 
 EVERYTHING = set(GROUPS)
 INFERENCE = {"keys", "features", "scores", "boxes", "NMS"}
 CLASSIFIER = {"keys", "features", "scores", "losses", "gradients"}
-BIG = {"ppyoloe_x", "ppyoloe_plus_l", "ppyoloe_plus_x", "ppyoloe_l", "yolov5l", "yolov5x"}
 
 
 def read(shared_dir: Path, name: str) -> Reference:
@@ -56,18 +57,30 @@ def test_every_number_of_a_reference_is_met(
 
 
 @pytest.mark.slow
-def test_other_sizes_have_original_keys_and_shapes(shared_dir: Path) -> None:
-    lists = key_lists(shared_dir)
-    assert len(lists) == 16
-    for name in {"ppyoloe_m", "ppyoloe_plus_m", "yolov5s", "yolov5m", "yolov5s6"}:
-        assert_passed([compare_keys(family_of(name).build(name), lists[name])])
+def test_every_reference_beside_the_checkout_is_met(shared_dir: Path) -> None:
+    reports = list(verify(shared_dir / "parity"))
+    assert [report.name for report in reports if not report.passed] == [] and len(reports) == 16
+    losses = {r.name for r in reports if any(m.group == "losses" for m in r.measurements)}
+    assert losses == {"ppyoloe_s", "ppyoloe_plus_s", "yolov5n", "yolov5s_cls"}
 
 
-@pytest.mark.slow
-def test_l_and_x_sizes_have_original_keys_and_shapes(shared_dir: Path) -> None:
-    lists = key_lists(shared_dir)
-    for name in BIG:
-        assert_passed([compare_keys(family_of(name).build(name), lists[name])])
+def test_an_error_below_zero_is_none_that_passes() -> None:
+    assert not Measurement("losses", "loss", -1e-9, 1e-5).passed
+    assert Measurement("losses", "loss", -1e-9, 1e-5).strain == np.inf
+    assert off(0.0, 0.0) == 0 and off(1.0, 0.0) == np.inf and off(1.0, -1.0) == 2
+
+
+def test_names_are_parsed_by_form() -> None:
+    families = {
+        "ppyoloe": ("ppyoloe_t", "ppyoloe_m", "ppyoloe_plus_x"),
+        "yolov5": ("yolov5s", "yolov5n6", "yolov5x6"),
+        "yolov5_cls": ("yolov5s_cls", "yolov5m_cls"),
+    }
+    for family, names in families.items():
+        assert {family_of(name).__name__.rpartition(".")[2] for name in names} == {family}
+    for name in ("yolov5", "yolov5n7", "yolov5n6_cls", "ppyoloe_plus", "ppyoloe_s_2", "yolov8n"):
+        with raises("unknown_model"):
+            family_of(name)
 
 
 @pytest.mark.slow

@@ -92,38 +92,6 @@ def test_step_totals_accumulate_until_process_ends(
     assert heartbeat.read_work(place) is None
 
 
-@pytest.mark.slow
-def test_nobody_sees_half_of_what_a_rank_writes(tmp_path: Path) -> None:
-    code = """
-import time
-from ppdist.distributed import heartbeat
-heartbeat.begin(1800.0, 60.0)
-end, step = time.monotonic() + 1.5, 0
-while time.monotonic() < end:
-    step += 1
-    own = dict(step_seconds=1, own_seconds=1, data_seconds=1, micro_batches=1)
-    heartbeat.made(loss=1.0, images=8, bad=False, **own)
-    for _ in range(20):
-        heartbeat.beat("step", step)
-"""
-    environment = dict(os.environ, PPDIST_EXIT_DIR=str(tmp_path), PYTHONPATH=str(ROOT))
-    rank = subprocess.Popen(
-        [sys.executable, "-c", code], env=environment | {"PADDLE_TRAINER_ID": "0"}
-    )
-    place = heartbeat.file_of(tmp_path, 0)
-    try:
-        wait_for(lambda: getattr(heartbeat.read(place), "step", 0) > 0)
-        began = time.monotonic()
-        while rank.poll() is None and time.monotonic() < began + 1:
-            reading, work = heartbeat.read(place), heartbeat.read_work(place)
-            assert reading is not None and (reading.timeout, reading.limit) == (1800, 60)
-            assert abs(time.monotonic() - reading.seconds) < 30
-            assert work is not None and work.images == 8 * work.steps
-    finally:
-        rank.kill()
-        rank.wait()
-
-
 def test_what_changed_while_it_was_read_is_read_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

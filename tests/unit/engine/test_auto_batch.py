@@ -82,16 +82,6 @@ def test_auto_batch_is_trained_and_kept_on_resume(shapes, tmp_path, monkeypatch)
         train(shapes, tmp_path / "parts", "train.total_batch=9", resume=True)
 
 
-@pytest.mark.slow
-def test_invalid_run_is_reported_as_without_auto(shapes, tmp_path):
-    with raises("freeze_unknown_key") as one:
-        train(shapes, tmp_path / "auto", "train.freeze=[nose]")
-    number = "train.batch_size_per_card=3"
-    with pytest.raises(UserError) as other:
-        train(shapes, tmp_path / "number", "train.freeze=[nose]", number)
-    assert f"{one.value}" == f"{other.value}"
-
-
 def under_limits(argument):
     """A run with two steps under an address space of this rank's own; its numbers."""
     init_cpu()
@@ -179,14 +169,6 @@ def test_what_fails_on_one_rank_ends_the_run_on_all(tmp_path):
     others, own = run_on_ranks(2, f"{HERE}:failing_on_one", argument, seconds=100)
     assert own == ["no room"] * 2
     assert others == [f"rank 1 (host {comm.host()}) failed: no room"] * 2
-
-
-@pytest.mark.slow
-def test_rank_without_room_for_one_image_ends_all(shapes, tmp_path):
-    wide, narrow = on_two(shapes, tmp_path, [8192, 64])
-    assert "not even one image" in narrow
-    assert "rank 1 (host " in wide
-    assert "not even one image" in wide
 
 
 def test_ranks_share_the_micro_batches_of_a_total_batch(tmp_path):

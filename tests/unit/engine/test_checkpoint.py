@@ -1,7 +1,5 @@
 """Checkpoints are whole or absent, and say what is wrong with them."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -102,10 +100,3 @@ def test_a_disk_that_refuses_leaves_older_checkpoints(tmp_path):
     with raises("checkpoint_unwritable"):
         save(tmp_path, 2)
     assert newest_valid(tmp_path)[0].state["step"] == 1
-
-
-def test_files_are_readable_without_this_package(tmp_path):
-    path = save(tmp_path, 4)
-    manifest = json.loads((path / "manifest.json").read_text())
-    assert set(manifest["files"]) == {"model.safetensors", "state.json", "config.yml"}
-    assert (path / "config.yml").read_text() == "seed: 1\n"

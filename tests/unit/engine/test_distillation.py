@@ -28,7 +28,6 @@ from tests.unit.engine.tiny import (
 
 FAMILIES = ("ppyoloe", "yolov5", pytest.param("dfine", marks=pytest.mark.slow))
 TERMS = ("logits", "features", "boxes")
-TOLERANCE = 1e-5
 
 
 class Teachers(dict):
@@ -135,35 +134,6 @@ def test_steps_train_student_and_keep_teacher(model, teachers, tmp_path):
     assert all(np.isfinite(result.losses[name]) for result in results for name in names)
     assert results[0].losses["loss_distill_features"] > 0
     assert results[0].losses["loss_distill_logits"] > 0
-
-
-# Weights that leave the ground truth little to say.  The features of this YOLOv5, hardly trained,
-# are nearly the same in all cells, so channels have nothing to tell.
-@pytest.mark.parametrize(
-    ("model", "name", "weight"),
-    [
-        pytest.param("ppyoloe", "logits", 1, marks=pytest.mark.slow),
-        pytest.param("ppyoloe", "features", 1000, marks=pytest.mark.slow),
-        pytest.param("ppyoloe", "boxes", 5, marks=pytest.mark.slow),
-        pytest.param("yolov5", "logits", 300, marks=pytest.mark.slow),
-        pytest.param("yolov5", "boxes", 300, marks=pytest.mark.slow),
-        pytest.param("dfine", "logits", 300, marks=pytest.mark.slow),
-        pytest.param("dfine", "boxes", 300, marks=pytest.mark.slow),
-    ],
-)
-def test_the_student_comes_to_say_what_the_teacher_says(model, name, weight, teachers, tmp_path):
-    init_cpu()
-    config = distilled_config(
-        tmp_path, teachers[model], *(f"distill.{each}=null" for each in TERMS),
-        f"distill.{name}={{weight: {weight}}}", "optimizer.lr=0.03", "train.clip_norm=1.0",
-        model=model,
-    )  # fmt: skip
-    step, rates = build_step(config, frozen=True)
-    lessons = [
-        take_step(step, [fixed_batch(0, 0, IMAGES)], number, rates).losses for number in range(9)
-    ]
-    first, last = (lessons[number][f"loss_distill_{name}"] for number in (1, 8))
-    assert 0 < last < 0.99 * first, (first, last)
 
 
 @pytest.mark.slow

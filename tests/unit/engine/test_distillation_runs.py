@@ -11,22 +11,17 @@ from ppdist.common.errors import UserError
 from ppdist.config.experiment import load_config
 from ppdist.cpu.layers import OneDNNConv2D
 from ppdist.cpu.switch import self_check
-from ppdist.distributed import comm
 from ppdist.engine.build import build_model
-from ppdist.engine.distillation import build_distillation
 from ppdist.engine.preflight import flat_config
 from ppdist.export.export import export_model
 from ppdist.models.weights import arrays_of, load_weights
-from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.unit.engine.runs import run_to_end
 from tests.unit.engine.teachers import ALL, distilled_config, write_teacher
-from tests.unit.engine.tiny import init_cpu, tiny_config
+from tests.unit.engine.tiny import tiny_config
 from tests.unit.export.tiny import tiny_spec
 
 pytestmark = pytest.mark.slow
-
-HERE = "tests.unit.engine.test_distillation_runs"
 
 OVERRIDES = (
     "train.batch_size_per_card=4", "train.epochs=2", "log.every_steps=1",
@@ -148,19 +143,3 @@ def test_hosts_compare_what_their_teachers_are(teacher, tmp_path):
     facts = [flat_config(distilled_config(tmp_path, path)) for path in (teacher, other)]
     digests = [each["distill.teacher (its content)"] for each in facts]
     assert digests[0] != digests[1] and not any("cannot be read" in each for each in digests)
-
-
-def look_for_the_teacher(argument):
-    init_cpu()
-    folder, teachers = argument
-    config = distilled_config(Path(folder), Path(teachers[comm.rank()]))
-    with pytest.raises(UserError) as refused:
-        build_distillation(config.distill, config.model, build_model(config), config.seed)
-    return f"{refused.value}"
-
-
-def test_missing_teacher_on_one_rank_blocks_no_rank(teacher, tmp_path):
-    paths = [f"{teacher}", f"{tmp_path}/absent"]
-    argument = [f"{tmp_path}", paths]
-    said = run_on_ranks(2, f"{HERE}:look_for_the_teacher", argument, seconds=60)
-    assert all("absent: no checkpoint there" in each for each in said), said

@@ -94,16 +94,6 @@ def test_settings_are_told_apart_by_what_they_change(tmp_path):
     assert [each.key for each in found.learned] == learned
 
 
-@pytest.mark.slow
-def test_settings_not_affecting_training_may_change(shapes, output, tmp_path):
-    free = ["data.workers=1", "train.total_batch=4"]
-    run(shapes, output, *free, "train.max_steps=6", resume=output)
-    lines = [line for line in said(output).splitlines() if "do not affect training" in line]
-    assert "data.workers: 0 then" in lines[0]
-    assert "train.total_batch: null then" in lines[1]
-    assert logged_steps(output) == [1, 2, 3, 4, 5, 6]
-
-
 def test_settings_affecting_training_need_flag(shapes, output):
     longer = ["train.epochs=4", "optimizer.lr=0.001", "log.images=0"]
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}

@@ -9,17 +9,13 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.config.distributed import DistributedConfig
-from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
 from ppdist.distributed.paddle_api import running_statistics
-from ppdist.engine.build import build_training
 from ppdist.engine.train_step import TrainStep
 from ppdist.losses.base import LossOutput
 from ppdist.optim.exchange import DuringBackward
 from ppdist.optim.lr_scheduler import LearningRates
 from tests.distributed import run_on_ranks
-from tests.unit.engine.runs import records
 from tests.unit.engine.tiny import (
     FASTEST,
     blank_batch,
@@ -140,34 +136,3 @@ def test_a_rank_without_images_changes_nothing():
     assert first == second
     for way, (right, spoiled) in first.items():
         assert spoiled == right, way
-
-
-def train(argument):
-    comm.init("cpu", DistributedConfig())
-    overrides = [
-        "seed=7", "train.epochs=22", "train.total_batch=6", "train.batch_size_per_card=3",
-        "optimizer.lr=0.01", "optimizer.reference_batch_size=12", "train.ema.decay=0.9",
-        "loss.static_assigner_epochs=1", "train.clip_norm=null", "log.every_steps=1",
-        "data.augment.mosaic=0.5", "model.variant=crn", "data.check_images=none",
-    ]  # fmt: skip
-    shapes = Path(argument["shapes"])
-    experiment = build_training(
-        tiny_config(shapes, overrides, "ppyoloe"), output_dir=Path(argument["folder"]),
-        evaluate=False, command=["test"],
-    )  # fmt: skip
-    with experiment.log:
-        experiment.trainer.fit()
-
-
-@pytest.mark.slow
-def test_150_steps_with_ranks_without_images_are_finite(tmp_path):
-    """The last step of an epoch has one image; in the others one of three ranks has none.
-
-    After 30 to 90 steps activations of the blank image lie below -88.
-    """
-    make_shapes(tmp_path / "shapes", train=37, val=1, size=96, seed=0)
-    argument = {"shapes": str(tmp_path / "shapes"), "folder": str(tmp_path)}
-    run_on_ranks(3, f"{__name__}:train", argument, seconds=600, hosts=1)
-    assert not (tmp_path / "bad_steps.jsonl").exists()
-    losses = [record["loss"] for record in records(tmp_path) if "loss" in record]
-    assert len(losses) == 154 and all(map(math.isfinite, losses))

@@ -29,13 +29,6 @@ def last_scores(output_dir: Path) -> dict[str, float]:
     return [each for each in records(output_dir) if "val_loss" in each][-1]
 
 
-@pytest.mark.parametrize("model", ["dfine", "rtdetr"])
-def test_the_batch_is_tried_out(shapes, tmp_path, model) -> None:
-    keys = ["train.batch_size_per_card=auto", "train.auto_batch_most=2"]
-    run(shapes, tmp_path, 2, *keys, model=model, evaluate=True)
-    assert math.isfinite(last_scores(tmp_path)["val_loss"])
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_bfloat16_on_onednn(shapes, tmp_path, level) -> None:
     amp = f"train.amp={{enabled: true, dtype: bfloat16, level: {level}}}"

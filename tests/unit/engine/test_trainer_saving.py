@@ -191,15 +191,6 @@ def test_checkpoint_cost_is_measured_in_parts(shapes, tmp_path):
     assert report["bytes"] > 100_000 and report["saves"] == 2
 
 
-def test_what_a_rollback_undoes_is_saved_again(shapes, tmp_path):
-    experiment = build(shapes, tmp_path)
-    with experiment.log:
-        saving = experiment.trainer.saving
-        saving.saved_step = 3
-        saving.go_back(experiment.trainer.state)  # to step 0: step 3 will be another one
-        assert saving.saved_step == -1
-
-
 def test_rollback_and_resume_undo_everything_learned(shapes, tmp_path):
     experiment = build(shapes, tmp_path)
     with experiment.log:
