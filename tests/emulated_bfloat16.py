@@ -7,6 +7,8 @@ those of a run on a processor with bfloat16, and only these classes are others.
 """
 
 import sys
+from dataclasses import replace
+from types import ModuleType
 
 import paddle
 
@@ -128,3 +130,16 @@ def upsample2x(x):
 
 
 EMULATED = Kernels("bfloat16", made_by=sys.modules[__name__])
+
+
+def with_wrong_gradient() -> Kernels:
+    """Kernels of which the gradient of weights is half as large again."""
+
+    class Wrong(Convolution):
+        def weight_gradient(self, x, dy):
+            dw, db = super().weight_gradient(x, dy)
+            return dw * 1.5, db
+
+    made_by = ModuleType("wrong")
+    vars(made_by).update(vars(sys.modules[__name__]), Convolution=Wrong)
+    return replace(EMULATED, made_by=made_by)

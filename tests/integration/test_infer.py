@@ -14,10 +14,8 @@ from ppdist.common.manifest import CARD_NOTE
 from ppdist.common.process import printable
 from ppdist.config.experiment import load_config
 from ppdist.data.datasets.synthetic import make_shapes
-from ppdist.export.spec import describe, read_spec, validation_set
-from ppdist.models.model_card import ModelCard
 from ppdist.export.spec import describe, validation_set
-from ppdist.models.model_card import CARD_NOTE, ModelCard
+from ppdist.models.model_card import ModelCard
 from ppdist.models.weights import write_arrays
 from ppdist.predict.model import load_weights
 from ppdist.predict.results import (

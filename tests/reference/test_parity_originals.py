@@ -56,6 +56,12 @@ def test_every_number_of_a_reference_is_met(
     assert reference.values.unread() == []  # nothing of the file was left out
 
 
+@pytest.mark.parametrize("variant", yolov5.VARIANTS)
+def test_a_training_step_of_yolov5_is_the_originals(shared_dir: Path, variant: str) -> None:
+    reference = read(shared_dir, "yolov5n")
+    assert_passed(list(yolov5.compare_training(yolov5.rebuild(reference), reference, variant)))
+
+
 @pytest.mark.slow
 def test_every_reference_beside_the_checkout_is_met(shared_dir: Path) -> None:
     reports = list(verify(shared_dir / "parity"))

@@ -6,21 +6,18 @@ import json
 import resource
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
 
-from ppdist.common.errors import ConfigError, UserError
+from ppdist.common.errors import UserError
 from ppdist.common.machine import process_memory
 from ppdist.config.augment import AugmentConfig
-from ppdist.config.distributed import DistributedConfig
 from ppdist.config.train import MicroBatches
 from ppdist.distributed import comm
 from ppdist.engine import auto_batch
 from ppdist.engine.auto_batch import (
-    SearchResult,
     free_memory,
     largest_divisor,
     max_objects,
@@ -141,34 +138,6 @@ def test_hosts_that_go_before_the_first_checkpoint_change_no_step(batch, tmp_pat
     assert batches == MicroBatches(9, 3, spread=False)
     assert settled.train.batch_size_per_card == 3
     assert [note.partition(";")[0] for note in start.notes] == ["ranks: 3 then, 1 now"]
-
-
-def failing_on_one(argument):
-    """What is said where rank 1 cannot look what is free, then where its search fails."""
-    comm.init("cpu", DistributedConfig(timeout_seconds=60))
-    config, said = tiny_config(Path(argument["scratch"]), AUTO), []
-    records = [SimpleNamespace(labels_M=[])]
-
-    def fail(*_):
-        if comm.rank() == 1:
-            raise ConfigError("no room", code="no_room")
-        return SearchResult(7, "") if said else {}
-
-    for name in ("free_memory", "search"):
-        setattr(auto_batch, name, fail)
-        try:
-            auto_batch.resolve_batch_size(config, records, 10, NEW)
-        except UserError as error:
-            said.append(f"{error}")
-        auto_batch.free_memory = lambda _: {}
-    return said
-
-
-def test_what_fails_on_one_rank_ends_the_run_on_all(tmp_path):
-    argument = {"scratch": f"{tmp_path}"}
-    others, own = run_on_ranks(2, f"{HERE}:failing_on_one", argument, seconds=100)
-    assert own == ["no room"] * 2
-    assert others == [f"rank 1 (host {comm.host()}) failed: no room"] * 2
 
 
 def test_ranks_share_the_micro_batches_of_a_total_batch(tmp_path):

@@ -4,18 +4,15 @@ import contextlib
 import io
 import math
 import re
-import sys
 
 import pytest
 
-from ppdist.common.errors import UserError
 from ppdist.common.records import read_metrics
 from ppdist.engine.callbacks import TrainingRun
 from ppdist.engine.clock import StepSeconds
 from ppdist.engine.monitor import EpochLogger
 from ppdist.engine.step_policy import StepResult, Verdict
 from ppdist.engine.step_sums import EpochMeans
-from tests.distributed import run_on_ranks
 from tests.unit.engine.runs import build_run
 from tests.unit.engine.tiny import FASTEST, step_result
 
@@ -112,24 +109,6 @@ def run(shapes, tmp_path_factory):
             assert experiment.trainer.fit() == 0
             experiment.log.run_summary()
     return folder, screen.getvalue()
-
-
-def without_tensorboardx(argument):
-    sys.modules["tensorboardX"] = None
-    shapes, folder = argument
-    with pytest.raises(UserError) as caught:
-        build_run(shapes, folder, BATCH, "log.trackers=[tensorboard]", model=FASTEST)
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_package_missing_on_rank_0_ends_all_ranks(shapes, tmp_path):
-    target, folders = (
-        "tests.unit.engine.test_monitor_epochs:without_tensorboardx",
-        (shapes, tmp_path),
-    )
-    for said in run_on_ranks(2, target, [*map(str, folders)]):
-        assert "pip install 'ppdist[tensorboard]'" in said
 
 
 @pytest.mark.slow

@@ -5,20 +5,16 @@ import json
 import shutil
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ppdist.common.errors import UserError
 from ppdist.common.job import JOB_DIR_VARIABLE
 from ppdist.common.run_log import RunLog
-from ppdist.config.distributed import DistributedConfig
 from ppdist.config.experiment import load_config
 from ppdist.config.train import MicroBatches
-from ppdist.distributed import comm
 from ppdist.engine import resume as module
-from ppdist.engine.build import build_training
+from ppdist.engine import state as module
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.changes import changes, require_same_settings
 from ppdist.engine.checkpoint import path_of, read_checkpoint
@@ -26,7 +22,6 @@ from ppdist.engine.continuation import AUTO, Continuation
 from ppdist.engine.evaluator import Evaluator
 from ppdist.engine.output_dirs import OutputDirs
 from ppdist.engine.parts import EvaluationStopped
-from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.unit.engine.runs import assert_same_checkpoint, build_run, records, run_to_end
 from tests.unit.engine.tiny import FASTEST, tiny_config
@@ -389,31 +384,3 @@ def test_newest_checkpoint_that_is_away_is_waited_for(shapes, job, tmp_path, mon
     experiment = build(shapes, output, own)
     experiment.log.close()
     assert experiment.trainer.state.step == 4
-
-
-def goes_on(argument):
-    """Builds a run with a word after --resume of each rank's own; the end of what is said of it."""
-    comm.init("cpu", DistributedConfig())
-    word = argument["words"][comm.rank()]
-    try:
-        build_training(
-            tiny_config(Path(argument["shapes"]), ["train.batch_size_per_card=2"], FASTEST),
-            output_dir=Path(argument["output"]),
-            evaluate=False,
-            resume=Continuation(word),
-            command=["test"],
-        ).log.close()
-    except UserError as error:
-        return f"{error}"
-    return "begun"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [("auto", "auto"), ("auto", "elsewhere")])
-def test_rank_without_auto_is_refused_at_once(words, shapes, tmp_path):
-    argument = {"shapes": str(shapes), "output": str(tmp_path / "run"), "words": words}
-    said = run_on_ranks(2, f"{__name__}:goes_on", argument)
-    if words[0] == words[1]:
-        assert said == ["begun", "begun"]
-    else:
-        assert all("--resume: " in each and "auto on rank" in each for each in said), said

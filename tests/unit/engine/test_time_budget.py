@@ -6,13 +6,8 @@ import pytest
 
 from ppdist.common.eta import ETA, EVALUATION, SAVING
 from ppdist.common.job import STARTED_VARIABLE
-from ppdist.data.datasets.synthetic import make_shapes
-from ppdist.distributed import comm
-from ppdist.engine import build
-from ppdist.engine.callbacks import Callback
 from ppdist.engine.time_budget import TimeBudget
-from tests.distributed import run_on_ranks
-from tests.unit.engine.runs import build_run, records, run_to_end
+from tests.unit.engine.runs import records, run_to_end
 from tests.unit.engine.tiny import FASTEST
 
 
@@ -56,46 +51,16 @@ def test_closing_is_the_longest_of_what_was_seen() -> None:
     assert eta.closing() == 2 * 2.0 + 7.0 + 1.0
 
 
-class OverAtStep(TimeBudget):
-    """Over before the third step, by the clock of rank 0 alone."""
-
-    asked = 0
-
-    def is_over(self, closing_seconds: float) -> bool:
-        assert comm.is_main() and closing_seconds >= 0
-        self.asked += 1
-        return self.asked >= 3
-
-
-class Ended(Callback):
-    def on_train_end(self, step: int, reason: str) -> None:
-        self.told = step, reason
-
-
-def train_for_a_while(folder: str) -> list[object]:
-    build.TimeBudget = OverAtStep
-    ended = Ended()
+def test_a_run_out_of_time_evaluates_saves_and_resumes(shapes, tmp_path, monkeypatch) -> None:
+    """That ranks end after the same step: test_step_policy_collectives.py."""
+    asked = []
+    monkeypatch.setattr(TimeBudget, "is_over", lambda *_: asked.append(1) or len(asked) > 2)
     options = ("train.hours=5", "train.epochs=9", "evaluate.every_epochs=9")
-    experiment = build_run(
-        f"{folder}/data", f"{folder}/out", *options, "train.batch_size_per_card=4",
-        model=FASTEST, evaluate=True, callbacks=[ended],
-    )  # fmt: skip
-    with experiment.log:
-        return [experiment.trainer.fit(), *ended.told]
-
-
-@pytest.mark.slow
-def test_all_ranks_end_after_the_same_step_and_resume(tmp_path) -> None:
-    make_shapes(tmp_path / "data", train=8, val=2, size=64, seed=0)
-    assert run_on_ranks(2, f"{__name__}:train_for_a_while", str(tmp_path)) == [[0, 3, "hours"]] * 2
-    written = records(tmp_path / "out")
+    run_to_end(shapes, tmp_path, *options, model=FASTEST, evaluate=True)
+    written = records(tmp_path)
     assert [each["step"] for each in written if "mAP" in each] == [3]
     assert written[-1]["finished"] == "hours"
-    assert (tmp_path / "out/checkpoints/last").resolve().name == "step-00000003"
-    text = (tmp_path / "out/train.log").read_text()
-    assert "of train.hours: 5, in epoch 3 of 9 (step 3 of 9); --resume continues" in text
-    began = time.strftime("%F", time.localtime())
-    assert f"train.hours: 5: the run ends before {began[:4]}" in text
-    options = ("train.epochs=9", "evaluate.every_epochs=9", "train.max_steps=4")
-    run_to_end(tmp_path / "data", tmp_path / "out", *options, model=FASTEST, resume=True)
-    assert records(tmp_path / "out")[-1]["finished"] == "total"
+    assert (tmp_path / "checkpoints/last").resolve().name == "step-00000003"
+    assert "train.hours: 5, in epoch" in (tmp_path / "train.log").read_text()
+    run_to_end(shapes, tmp_path, *options[1:], "train.max_steps=4", model=FASTEST, resume=True)
+    assert records(tmp_path)[-1]["finished"] == "total"

@@ -2,20 +2,16 @@
 
 import time
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import paddle
 import pytest
 
-from ppdist.common.errors import ConfigError
 from ppdist.cpu.precision import BFLOAT16, missing_bfloat16
-from ppdist.distributed import comm
 from ppdist.engine import build
 from ppdist.engine.preflight import check_precision
 from ppdist.models.layers import ConvBNLayer
-from tests.distributed import run_on_ranks
-from tests.emulated_bfloat16 import EMULATED
+from tests.emulated_bfloat16 import EMULATED, with_wrong_gradient
 from tests.errors import raises
 from tests.unit.engine.tiny import (
     IMAGES,
@@ -107,47 +103,10 @@ def test_what_a_cpu_cannot_is_refused_by_code(overrides, kernels, code, tmp_path
     check_precision(tiny_config(tmp_path, ON), EMULATED)
 
 
-def failing_on_one(folder):
-    """The code that each rank gets where the kernels of rank 1 compute something else."""
-    init_cpu()
-    config = tiny_config(Path(folder), ON, "yolov5")
-    model = build.build_model(config)
-    kernels = EMULATED
-    if comm.rank() == 1:
-        kernels = kernels_with_wrong_gradient()
-    try:
-        build.check_low_precision(config, model, "", kernels)
-    except ConfigError as error:
-        return error.code, str(error)
-    return None
-
-
-def kernels_with_wrong_gradient():
-    from dataclasses import replace
-
-    class Wrong(EMULATED.made_by.Convolution):
-        def weight_gradient(self, x, dy):
-            dw, db = super().weight_gradient(x, dy)
-            return dw * 1.5, db
-
-    made_by = ModuleType("wrong")
-    vars(made_by).update(vars(EMULATED.made_by), Convolution=Wrong)
-    return replace(EMULATED, made_by=made_by)
-
-
-@pytest.mark.slow
-def test_failed_self_check_ends_every_rank_alike(tmp_path):
-    first, second = run_on_ranks(
-        2, "tests.unit.engine.test_train_step_bfloat16:failing_on_one", str(tmp_path)
-    )
-    assert first == second
-    assert first[0] == "amp_self_check" and "gradient of" in first[1]
-
-
 def test_self_check_passes_and_names_wrong_kernel(tmp_path):
     model = paddle.nn.Sequential(ConvBNLayer(3, 8, 3), ConvBNLayer(8, 8, 1, activation="relu"))
     assert build.self_check(model, 32, EMULATED) is None
-    reason = build.self_check(model, 32, kernels_with_wrong_gradient())
+    reason = build.self_check(model, 32, with_wrong_gradient())
     assert reason.startswith("gradient of conv.weight of 0 (ConvBNLayer")
 
 

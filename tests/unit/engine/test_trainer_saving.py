@@ -2,30 +2,22 @@
 
 import os
 import time
-from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 
 from benchmarks.checkpoint import measure_saving
-from ppdist.common import files
-from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.distributed import comm
 from ppdist.engine import checkpoint
-from ppdist.engine.callbacks import Callback
 from ppdist.engine.checkpoint import newest_valid, path_of, point, read_checkpoint, unpacked
 from ppdist.engine.early_stopping import EarlyStoppingState
 from ppdist.engine.state import capture_state, restore_state
-from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.faults.fault import parse_faults
 from tests.faults.injector import FaultInjector
 from tests.unit.engine.amp import enable_scaling
 from tests.unit.engine.runs import build_run
 from tests.unit.engine.tiny import FASTEST, init_cpu, tiny_config
-
-HERE = "tests.unit.engine.test_trainer_saving"
 
 
 @pytest.fixture(autouse=True)
@@ -93,63 +85,6 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     said = (tmp_path / "train.log").read_text()
     for step in (6, 9):
         assert f"the checkpoint of step {step} was not written" in said
-
-
-def refused_at_the_end(argument):
-    """Only rank 0 writes; rank 1 must hear of it."""
-    short = ["train.max_steps=3", "checkpoint.every_steps=1"]
-    try:
-        with mock.patch.object(checkpoint, "_RETRY_SECONDS", ()):
-            train(
-                Path(argument["shapes"]),
-                Path(argument["output"]),
-                *short,
-                callbacks=[FullDisk(99, 1)],
-            )
-    except CheckpointError as error:
-        return [error.code, error.from_rank, str(error)]
-    return []
-
-
-@pytest.mark.slow
-def test_refused_last_checkpoint_fails_every_rank(shapes, tmp_path):
-    argument = {"shapes": str(shapes), "output": str(tmp_path)}
-    told = run_on_ranks(2, f"{HERE}:refused_at_the_end", argument, seconds=240)
-    assert [each[:2] for each in told] == [["checkpoint_lost", None], ["checkpoint_lost", 0]]
-    assert all("step 3 was not" in text for *_, text in told)
-    assert final(tmp_path).state["step"] in (1, 2)  # the second may still have found room
-
-
-class Lose(Callback):
-    """Before step 2, another training has the folder of the rank that writes."""
-
-    def __init__(self, folder):
-        self.lock = folder / "run.lock"
-
-    def on_step_begin(self, step):
-        if step == 2 and comm.is_main():
-            self.lock.unlink()
-            self.lock.write_text("of another")
-            with raises("output_dir_lost"):
-                files.require_held(self.lock.parent)
-
-
-def lost_by_the_rank_that_writes(argument):
-    output = Path(argument["output"])
-    callbacks = [Lose(output)]
-    try:
-        train(Path(argument["shapes"]), output, "checkpoint.every_steps=100", callbacks=callbacks)
-    except ConfigError as error:
-        return [error.code, error.from_rank]
-    return []
-
-
-@pytest.mark.slow
-def test_a_folder_lost_by_one_rank_ends_every_rank(shapes, tmp_path):
-    argument = {"shapes": str(shapes), "output": str(tmp_path / "run")}
-    told = run_on_ranks(2, f"{HERE}:lost_by_the_rank_that_writes", argument, seconds=240)
-    assert told == [["output_dir_lost", None], ["output_dir_lost", 0]]
-    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
 @pytest.mark.slow

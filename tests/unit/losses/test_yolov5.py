@@ -1,8 +1,6 @@
 """The YOLOv5 loss against numpy and the original's values, and its laws: batches, padding, sync."""
 
 import math
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import paddle
@@ -14,7 +12,6 @@ from ppdist.losses.base import LossOutput
 from ppdist.losses.yolov5 import Gains, YOLOv5Loss, match_anchors
 from ppdist.models.outputs import YOLOv5Outputs
 from ppdist.models.yolov5 import YOLOv5
-from tests.reference.parity.reference import read_formulas, set_weights
 
 CLASSES, SIZE, STRIDES = 3, (64, 96), (8, 16, 32)
 PIXELS = [
@@ -283,77 +280,3 @@ def test_anchors_of_weights_loaded_later_count() -> None:
     model.set_state_dict({**state, "head.anchors": np.full([3, 3, 2], 1e-3, "float32")})
     after = loss.local_normalizers(*tensors, SIZE)
     assert float(before[1:].sum()) > 0 and after.tolist() == [3, 0, 0, 0]
-
-
-def original(shared_dir: Path) -> tuple[ModuleType, dict[str, np.ndarray]]:
-    """The formulas of the reference values, and those of yolov5n."""
-    formulas = read_formulas(shared_dir / "parity")
-    with np.load(shared_dir / "parity" / "yolov5n.npz") as archive:
-        return formulas, {key: archive[key] for key in archive.files}
-
-
-def padded(targets: dict[str, np.ndarray]) -> list[paddle.Tensor]:
-    return [
-        paddle.to_tensor(targets["gt_bbox"]),
-        paddle.to_tensor(targets["gt_class"][..., 0].astype("int64")),
-        paddle.to_tensor(targets["pad_gt_mask"][..., 0]),
-    ]
-
-
-@pytest.mark.parametrize("variant", ["full", "empty1"])
-def test_matches_are_the_originals(shared_dir: Path, variant: str) -> None:
-    formulas, values = original(shared_dir)
-    _, height, width, _ = formulas.TRAIN_CASE
-    loss = YOLOv5Loss(
-        GAINS,
-        num_classes=80,
-        strides=STRIDES,
-        anchors_LA2=paddle.to_tensor(values["anchors_grid"]),
-        threshold=4.0,
-    )
-    truth = padded(formulas.parity_targets(variant == "empty1"))
-    counts = loss.local_normalizers(*truth, (height, width)).numpy()
-    np.testing.assert_array_equal(counts, [2, *values[f"{variant}_num_pos"]])
-    for level, match in enumerate(loss.matches(*truth, (height, width))):
-        image, anchor, slot = np.nonzero(match.is_positive_BAS.numpy())
-        cell, target = match.cell_BS.numpy()[image, slot], match.target_BS4.numpy()[image, slot]
-        row, column = np.divmod(cell, width // STRIDES[level])
-        label = match.label_BS.numpy()[image, slot]
-        order = np.lexsort([column, row, anchor, image, label])
-        got = np.stack([image, anchor, row, column, label], axis=1)[order]
-        np.testing.assert_array_equal(got, values[f"{variant}_bt{level}_b_a_gj_gi_cls"])
-        np.testing.assert_allclose(
-            target[order], values[f"{variant}_bt{level}_box"], rtol=1e-6, atol=1e-5
-        )
-        np.testing.assert_array_equal(
-            values["anchors_grid"][level][anchor[order]], values[f"{variant}_bt{level}_anchor"]
-        )
-
-
-@pytest.mark.parametrize("variant", ["full", "empty1"])
-def test_loss_and_gradients_are_the_originals(shared_dir: Path, variant: str) -> None:
-    formulas, values = original(shared_dir)
-    model = YOLOv5(YOLOv5Config(size="n", image_size=formulas.TRAIN_CASE[1:3]))
-    keys = model.official_keys()
-    set_weights(model, formulas)
-    model.train()
-    loss = YOLOv5Loss.build(YOLOv5LossConfig(), model, steps_per_epoch=1)
-    outputs = model(paddle.to_tensor(formulas.parity_image("unit", *formulas.TRAIN_CASE)))
-    result = loss(outputs, *padded(formulas.parity_targets(variant == "empty1")), 0)
-    images = 2
-    total = result.total * (images / 64)  # the original's factor is the images of the batch
-    total.backward()
-    np.testing.assert_allclose(float(total), values[f"{variant}_loss"], rtol=1e-5)
-    parts = [float(value) for value in result.parts.values()]
-    np.testing.assert_allclose(parts, values[f"{variant}_lbox_lobj_lcls"], rtol=1e-5)
-
-    length = {
-        keys[key]: np.linalg.norm(p.grad.numpy().astype("float64"))
-        for key, p in model.named_parameters()
-        if not p.stop_gradient
-    }
-    assert set(length) == {str(name) for name in values["grad_names"]}
-    got = np.array([length[str(name)] for name in values["grad_names"]])
-    want = values[f"{variant}_grad_l2"]
-    error = np.abs(got - want) / np.maximum(want, 1e-3 * want.max())
-    assert error.max() < 2e-4 and np.median(error) < 2e-5

@@ -122,11 +122,12 @@ def test_groups_have_their_own_rate_and_decay(name):
         rate = 0.02 * step
         model.head.weight.stop_gradient = model.head.bias.stop_gradient = False
         gradients = gradients_of(model, step)
-        Updater(optimizer, model).set_rates(LearningRates(rate, rate, 0.9))
+        Updater(optimizer, model).set_rates(LearningRates(rate, 3 * rate, 0.9))
         model.head.weight.stop_gradient = model.head.bias.stop_gradient = True
         optimizer.step()
         for key, parameter in model.named_parameters():
-            own, decay, gradient = LR.get(key, 1.0) * rate, DECAY.get(key, 0.0), gradients[key]
+            own = LR.get(key, 1.0) * (3 * rate if key.endswith("bias") else rate)
+            decay, gradient = DECAY.get(key, 0.0), gradients[key]
             if key.startswith("head."):
                 own = 0.0
             if name == "momentum":

@@ -1,20 +1,14 @@
 """Rates that fall towards the image: the factors, and what one step makes of them."""
 
-import numpy as np
-import paddle
 import pytest
 from paddle import nn
 
 from ppdist.config.model import YOLOv5ClsConfig
-from ppdist.config.optimizer import OptimizerConfig
 from ppdist.models.yolov5 import YOLOv5Classifier
-from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import (
-    build_optimizer,
     layerwise_lr_decay,
     layerwise_lr_factors,
 )
-from ppdist.optim.updater import Updater
 
 DECAY = 0.5
 
@@ -69,31 +63,3 @@ def test_the_log_says_the_rate_of_each_stage():
         "learning rates by stage: backbone.stem x 0.0625, backbone.stages.0 x 0.125, "
         "backbone.stages.1 x 0.25, neck x 0.5, head x 1"
     ]
-
-
-def gradients_of(model, step):
-    x = paddle.to_tensor(np.random.RandomState(step).standard_normal((4, 3)), "float32")
-    for parameter in model.parameters():
-        parameter.clear_gradient()
-    model(x).square().sum().backward()
-    return {key: each.grad.numpy().astype("float64") for key, each in model.named_parameters()}
-
-
-def test_momentum_moves_stages_and_biases_by_own_lr():
-    """Against v = momentum v + g + decay w, w -= factor rate v, written in numpy."""
-    model = Net()
-    config = OptimizerConfig(weight_decay=0.1, decay_biases=False, layer_decay=DECAY)
-    optimizer = build_optimizer(model, config, 0.1, False)
-    weights = {key: p.numpy().astype("float64") for key, p in model.named_parameters()}
-    velocity = dict.fromkeys(weights, 0.0)
-    for step in range(4):
-        rates = LearningRates(lr=0.05 * (step + 1), bias_lr=0.4 / (step + 1), momentum=0.9)
-        gradients = gradients_of(model, step)
-        Updater(optimizer, model).set_rates(rates)
-        optimizer.step()
-        for key, parameter in model.named_parameters():
-            bias = key.endswith("bias")
-            gradient = gradients[key] + (0.0 if bias else 0.1 * weights[key])
-            velocity[key] = 0.9 * velocity[key] + gradient
-            weights[key] -= factor(key) * (rates.bias_lr if bias else rates.lr) * velocity[key]
-            np.testing.assert_allclose(parameter.numpy(), weights[key], rtol=1e-5, atol=1e-6)
