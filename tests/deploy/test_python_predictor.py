@@ -22,7 +22,6 @@ import pytest
 from ppdist import Detector
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.preprocess import resize_section
-from ppdist.data.image import read_image
 from ppdist.export.export import deployment_copy
 from ppdist.export.predictor import (
     EagerPredictor,
@@ -36,6 +35,7 @@ from ppdist.export.spec import read_spec, write_spec
 from ppdist.export.verify import unexplained_rows
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.ppyoloe import PPYOLOE
+from ppdist.predict.model import load_export
 from tests.deploy.python_folder import (
     FOLDER,
     RUNTIME,
@@ -106,23 +106,18 @@ def test_the_threshold_of_an_export_is_that_of_its_best_f1(ready: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("who", "backend"),
+    ("kind", "backend"),
     [
-        pytest.param("deploy", "onnx", marks=needs_onnx),
-        pytest.param("deploy", "openvino", marks=needs_openvino),
-        ("ppdist", "paddle"),
-        pytest.param("deploy", "paddle", marks=pytest.mark.slow),
-        pytest.param("ppdist", "onnx", marks=[needs_onnx, pytest.mark.slow]),
-        pytest.param("ppdist", "openvino", marks=[needs_openvino, pytest.mark.slow]),
+        pytest.param(Predictor, "onnx", marks=needs_onnx),
+        pytest.param(Predictor, "openvino", marks=needs_openvino),
+        (load_export, "paddle"),
+        pytest.param(Predictor, "paddle", marks=pytest.mark.slow),
     ],
 )
 def test_threads_of_one_model_get_their_own_boxes(
-    exported: Exported, backend: Any, who: str
+    exported: Exported, kind: Any, backend: Any
 ) -> None:
-    if who == "deploy":
-        predict = Predictor(exported(), backend)
-    else:
-        predict = Detector(exported(), backend=backend)._model
+    predict = kind(exported(), backend)
     images = [picture(*shape) for shape in SHAPES[:4]]
     alone = [predict([image])[0] for image in images]
     with ThreadPoolExecutor(len(images)) as threads:
@@ -163,15 +158,11 @@ def test_mixed_shapes_in_one_batch_give_eager_boxes(
     assert predict([]) == []
 
 
-def test_letterbox_boxes_map_back_to_image() -> None:
-    predict = object.__new__(Predictor)
-    predict._nms_in_graph = True
-    predict.spec = {
-        "task": "detect", "input": {"size": [64, 96]}, "resize": {"mode": "letterbox"},
-    }  # fmt: skip
+def test_letterbox_boxes_map_back_to_image(ready: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ready.spec, "resize", {"mode": "letterbox"})
     # An image of 60 x 120 fills the input's columns 32 to 64, at 8/15 of its size.
     rows_R6 = np.array([[1, 0.5, 40, 16, 56, 48], [0, 0.9, 32, 0, 70, 64]], np.float32)
-    (found,) = predict.finish((rows_R6, np.array([2])), [(120, 60)])
+    (found,) = ready.finish((rows_R6, np.array([2])), [(120, 60)])
     want = [[0, 0.9, 0, 0, 60, 120], [1, 0.5, 15, 30, 45, 90]]
     np.testing.assert_allclose(found, want, atol=1e-4)
 
@@ -192,14 +183,13 @@ def test_batch_one_graph_runs_batch_image_by_image(exported: Exported, nms_in_gr
         assert_same_rows(one, other)
 
 
-def test_images_without_objects_give_no_rows(exported: Exported) -> None:
-    for nms_in_graph in (True, False):
-        predict = Predictor(exported())
-        predict._nms_in_graph = nms_in_graph
-        no_rows = np.zeros((0, 6), np.float32), np.zeros(2, np.int32)
-        nothing = np.zeros((2, 5, 3), np.float32), np.zeros((2, 5, 4), np.float32)
-        found = predict.finish(no_rows if nms_in_graph else nothing, [(9, 9), (8, 8)])
-        assert [rows_R6.shape for rows_R6 in found] == [(0, 6), (0, 6)]
+@pytest.mark.parametrize("nms_in_graph", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_images_without_objects_give_no_rows(exported: Exported, nms_in_graph: bool) -> None:
+    no_rows = np.zeros((0, 6), np.float32), np.zeros(2, np.int32)
+    nothing = np.zeros((2, 5, 3), np.float32), np.zeros((2, 5, 4), np.float32)
+    predict = Predictor(exported(nms_in_graph))
+    found = predict.finish(no_rows if nms_in_graph else nothing, [(9, 9), (8, 8)])
+    assert [rows_R6.shape for rows_R6 in found] == [(0, 6), (0, 6)]
 
 
 @pytest.mark.parametrize("mode", ["stretch", "stretch_antialiased", "letterbox", "centre_crop"])
@@ -512,21 +502,3 @@ def test_its_wheel_runs_without_ppdist(exported: Exported, tmp_path: Path) -> No
     )
     done = run_file("-c", code, cwd=tmp_path / "installed")
     assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
-
-
-@needs_onnx
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["paddle", "onnx"])
-def test_blood_cells_are_found_as_by_eager(
-    shared_dir: Path, model: PPYOLOE, exported: Exported, backend: str
-) -> None:
-    files = sorted((shared_dir / "data" / "bccd" / "images").rglob("*.jpg"))[:20]
-    if not files:
-        pytest.skip("the BCCD images are not here")
-    for resize in ("stretch", "letterbox"):
-        predict = Predictor(exported(), backend)
-        predict.spec["resize"] = resize_section(resize).model_dump(mode="json")
-        eager = EagerPredictor(deployment_copy(model), NMS)
-        for file in files:
-            expected_R6 = detect(eager, read_image(file), SIZE, resize)
-            assert_same_rows(predict([read_image(file)])[0], expected_R6)

@@ -7,15 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from ppdist.launch.options import STALE_VARIABLES, parse_options
 from tests.deploy.slurm_cluster import cluster
@@ -292,20 +289,11 @@ def test_a_job_that_slurm_does_not_queue_again_says_so(submit: Submit, tmp_path:
     assert "it cannot be queued again: submit it again to go on" in batch.said
 
 
-def records_of(out: Path) -> list[dict]:
-    """Those of the steps of a run, in the order in which they were written."""
+def steps_of(out: Path) -> list[int]:
+    """The steps of a run, in the order in which they were written."""
     file = out / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
-    return [record for record in map(json.loads, lines) if "loss" in record]
-
-
-def steps_of(out: Path) -> list[int]:
-    return [record["step"] for record in records_of(out)]
-
-
-def losses_of(out: Path) -> dict[int, float]:
-    """By step."""
-    return {record["step"]: record["loss"] for record in records_of(out)}
+    return [record["step"] for record in map(json.loads, lines) if "loss" in record]
 
 
 @pytest.fixture(scope="module")
@@ -317,63 +305,6 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> FaultScenario:
     undisturbed = made.run("undisturbed")
     assert undisturbed.process.returncode == 0, undisturbed.text
     return made
-
-
-@pytest.mark.slow
-def test_requeued_job_ends_like_undisturbed_one(
-    submit: Submit, scenario: FaultScenario, tmp_path: Path
-) -> None:
-    """Two nodes, which are addresses of the loopback, with one process each."""
-    out = tmp_path / "out"
-    words = ("-c", str(scenario.config), "-o", f"output_dir={out}")
-    variables = {"FLEETRUN": str(FLEETRUN), "PADDLE_NPROC_PER_NODE": "1"}
-    first = submit(*words, variables=variables)
-    wait_for(lambda: 5 in steps_of(out) or first.process.poll() is not None, PATIENCE)
-    first.process.send_signal(signal.SIGUSR1)
-    assert first.ended() == 75, first.said
-    assert first.asked == [f"requeue {7_000_000 + os.getpid()}"]
-    assert 5 <= steps_of(out)[-1] < scenario.steps
-    again = submit(*words, variables=variables | {"SLURM_RESTART_COUNT": "1"})
-    assert again.ended() == 0, again.said
-    assert steps_of(out) == list(range(1, scenario.steps + 1))
-    assert first_difference(out, scenario.folder / "undisturbed") == ""
-    assert len(again.asked) == 1
-
-
-@pytest.mark.slow
-def test_job_requeued_on_fewer_nodes_trains_the_same(
-    submit: Submit, scenario: FaultScenario, tmp_path: Path
-) -> None:
-    """One command on 3, 2 and 1 nodes: 3 micro-batches a step, shared 1-1-1, 2-1 and 3."""
-    # At a higher rate the assigner turns rounding into other targets after some steps.
-    same = ("train.total_batch=6", "optimizer.lr=0.0001")
-    whole = scenario.run("undisturbed-6", overrides=same)
-    assert whole.process.returncode == 0, whole.text
-    expected, out = losses_of(scenario.folder / "undisturbed-6"), tmp_path / "out"
-    words = ("-c", str(scenario.config), "-o", f"output_dir={out}", *same)
-    here = {"FLEETRUN": str(FLEETRUN), "PADDLE_NPROC_PER_NODE": "1"}
-    hosts = [*NODES.split(), "127.0.0.4"]
-    for count, until in enumerate((4, 10, None)):
-        at = {"NODES": " ".join(hosts[count:]), "SLURM_RESTART_COUNT": f"{count}"}
-        batch = submit(*words, variables=here | at)
-        if until is not None:
-            while until not in steps_of(out) and batch.process.poll() is None:
-                time.sleep(0.02)  # PATIENCE is of `ended`
-            batch.process.send_signal(signal.SIGUSR1)
-            assert batch.ended() == 75, batch.said
-            assert until <= steps_of(out)[-1] < max(expected)
-    assert batch.ended() == 0, batch.said
-    assert len(batch.asked) == 2
-    assert steps_of(out) == sorted(expected)  # none is missing, none was made twice
-    found = losses_of(out)
-    np.testing.assert_allclose([found[each] for each in expected], [*expected.values()], rtol=1e-4)
-    ours, theirs = (
-        load_file(folder / "checkpoints" / "last" / "model.safetensors")
-        for folder in (out, scenario.folder / "undisturbed-6")
-    )
-    assert ours.keys() == theirs.keys()
-    for key, value in theirs.items():
-        np.testing.assert_allclose(ours[key], value, rtol=1e-3, atol=1e-4, err_msg=key)
 
 
 @pytest.mark.slow

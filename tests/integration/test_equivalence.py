@@ -16,6 +16,7 @@ import pytest
 
 from ppdist.data.loading.sampler import TrainSampler
 from ppdist.distributed import comm
+from ppdist.engine.build import build_schedule_setup
 from tests.distributed import run_on_ranks
 from tests.emulated_bfloat16 import EMULATED
 from tests.unit.engine.teachers import ALL, write_teacher
@@ -130,6 +131,7 @@ def train(case: Case) -> dict:
         f"train.total_batch={case.total}",
         f"train.batch_size_per_card={share}",
         f"train.sync_bn={str(case.norm == 'all').lower()}",
+        *([f"distributed.shares={list(case.speeds)}"] if case.speeds else []),
         *BESIDE[case.beside],
     ]
     with tempfile.TemporaryDirectory() as folder:
@@ -138,9 +140,8 @@ def train(case: Case) -> dict:
             overrides.append(f"distill.teacher={teacher}")
         config = tiny_config(Path(folder), overrides, model)
         step, rates = build_step(config, case.norm == "frozen", case.images, EMULATED)
-    batches = config.train.micro_batches(case.world)
+    batches = build_schedule_setup(config, case.images).batches
     assert (batches.total_batch, batches.images) == (case.total, case.micro)
-    batches = replace(batches, speeds=tuple(case.speeds) if case.speeds else None)
     sampler = TrainSampler(
         case.images, batches, comm.rank(), case.world,
         seed=0, start_step=0, end_step=case.steps, sizes=[config.model.image_size],

@@ -4,11 +4,14 @@ import json
 
 import pytest
 
-from ppdist.config.experiment import load_config
+from ppdist.config.experiment import ExperimentConfig, load_config
+from ppdist.config.parse import parse_config
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
+from tests.errors import raises
 from tests.project import write_config
+from tests.unit.data.classified import CONFIG as CLASSIFIER
 
 # 8 images a step; the first two take 38 and 40 s of one core of an Intel Xeon at 2.8 GHz, D-FINE
 # some minutes.
@@ -59,3 +62,15 @@ def test_eight_images_are_learned_by_heart(detector, tmp_path):
     assert scores[-1]["mAP"] > scores[0]["mAP"]
     best = max(scores, key=lambda record: record["mAP"])
     assert (out / "checkpoints" / "best").resolve().name == f"step-{best['step']:08d}"
+
+
+@pytest.mark.parametrize("change", ["data.format=coco", "model.name=yolov5"])
+def test_classifier_needs_classes_and_detector_boxes(change, tmp_path):
+    file = tmp_path / "mixed.yml"
+    text = CLASSIFIER.format(root=tmp_path)
+    if change == "model.name=yolov5":
+        text = text.replace("yolov5_cls", "yolov5")
+    file.write_text(text)
+    overrides = [change] if change.startswith("data") else []
+    with raises("bad_value"):
+        parse_config(file, overrides, ExperimentConfig)

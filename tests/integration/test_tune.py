@@ -1,17 +1,14 @@
 """tools/tune.py as a user runs it: real trainings of a few steps."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.forked import ROOT, run_tool, succeeded
 from tests.unit.lab.tune.studies import seeds_of
+from tests.forked import run_tool, succeeded
+from tests.unit.tune.studies import seeds_of
 
 pytest.importorskip("optuna")
 
@@ -93,34 +90,3 @@ def test_messages_of_the_command_line(tmp_path: Path, options: list[str], said: 
 def test_a_folder_without_a_study_is_named(tmp_path: Path) -> None:
     done = run_tool("tune", "show", tmp_path / "nowhere")
     assert done.returncode == 2 and "[study_not_found]" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="orphans end by a signal of Linux")
-def test_killed_study_ends_with_undisturbed_numbers(project: Path) -> None:
-    killed = project / "killed"
-
-    def start(folder: Path) -> subprocess.Popen:
-        command = [sys.executable, str(ROOT / "tools" / "tune.py"), "run", "--workers", "2"]
-        command += ["-c", str(project / "study.yml"), "--out", str(folder)]
-        command += ["-o", "train.epochs=8"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-
-    assert start(project / "whole").wait(600) == 0
-    process = start(killed)
-    deadline = time.monotonic() + 300
-    while len(list(killed.glob("trials/*/checkpoints/step-*"))) < 2:
-        assert time.monotonic() < deadline, "no trial saved anything"
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert start(killed).wait(600) == 0
-
-    def numbers(folder: Path) -> dict:
-        rows = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
-        return {row["variant"]: [row["state"], row["curve"]] for row in rows}
-
-    assert numbers(killed) == numbers(project / "whole")
-    consoles = [file.read_text() for file in killed.glob("trials/*/console.log")]
-    assert any("resumed from" in text for text in consoles)

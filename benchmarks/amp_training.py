@@ -1,6 +1,6 @@
 """Trains in float32 and in emulated bfloat16, and prints what both come to.
 
-    OMP_NUM_THREADS=1 python -m tests.reference.amp_training -c configs/examples/bccd_yolov5n.yml \
+    OMP_NUM_THREADS=1 python -m benchmarks.amp_training -c configs/examples/bccd_yolov5n.yml \
         --out /tmp/amp -o data.root=datasets/bccd train.epochs=20 --seeds 0 1 2
 
 An experiment for docs/dev/performance.md, no test: emulation takes two to three times
