@@ -113,7 +113,7 @@ def test_the_text_is_where_what_and_fix() -> None:
     assert str(whole) == "where: what; fix"
     again = pickle.loads(pickle.dumps(failure_of(whole).of_rank(1, "a").error()))
     assert (type(again), again.code, again.from_rank) == (UserError, "a_b", 1)
-    assert str(again) == "rank 1 (host a) failed: where: what; fix"
+    assert str(again).endswith(f": {whole}")
 
 
 def raised(error: BaseException, first: BaseException | None = None) -> BaseException:

@@ -96,7 +96,8 @@ def test_the_check_notices_what_fails() -> None:
     ):
         with pytest.raises(Refused):
             check(Typed("", words))
-    assert check(Typed("", "fleetrun --nproc_per_node 2 ppdist train -c x.yml --eval")) == 1
+    launched = "fleetrun --nproc_per_node 2 ppdist train -c x.yml --eval"
+    assert check(Typed("", launched)) == 1
 
 
 # --- Python ---
@@ -147,7 +148,7 @@ def test_python_answers_arguments_as_the_shell_does(
 
 
 def test_absent_data_are_answered_as_the_shell_does() -> None:
-    with raises("data_not_found", "neither a folder nor a data.yaml"):
+    with raises("data_not_found", "nope.yaml"):
         train("nope.yaml", model="yolov5n")
 
 
@@ -204,7 +205,7 @@ def test_another_python_ends_in_one_line(
     monkeypatch.setattr(sys, "version_info", version)
     with pytest.raises(SystemExit) as ended:
         exec(compile(source, "ppdist", "exec"), {"__name__": "ppdist_of_another_python"})
-    assert str(ended.value.code).startswith("ppdist needs Python 3.10 to 3.13")
+    assert str(ended.value.code).startswith("ppdist needs Python 3.10")
     assert "\n" not in str(ended.value.code)
     ast.parse(source, feature_version=(3, 8))  # so far it must be understood
 

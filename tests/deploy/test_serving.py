@@ -91,7 +91,7 @@ def test_the_threshold_of_the_request_counts():
     assert counts == {"0": 2, "0.3": 2, "0.31": 1, "0.95": 0}
     assert {answer.status_code for answer in wrong} == {400}
     assert 'request_seconds_count{status="400"} 5.0' in counted
-    assert {answer.json()["error"] for answer in wrong} == {"threshold: expected a number of 0..1"}
+    assert all("threshold" in answer.json()["error"] for answer in wrong)
 
 
 def test_a_classifier_names_its_surest_classes():
@@ -108,9 +108,11 @@ def test_requests_of_one_moment_share_batches():
     model = FakeModel(seconds=0.05)
     with served(model, most_batch=4, most_delay=1.0) as (service, client):
         answers = ask_together(client, [PNG] * 12)
-        images = service.counts.images
         assert [answer.status_code for answer in answers] == [200] * 12
-        assert images._sum.get() == 12
+        (counted,) = service.counts.images.collect()
+        assert {
+            sample.name: sample.value for sample in counted.samples if sample.name.endswith("_sum")
+        } == {"ppdist_serving_batch_images_sum": 12}
     assert sum(model.batches) == 12
     assert max(model.batches) == 4 and len(model.batches) <= 6
 
@@ -141,7 +143,7 @@ def test_an_image_that_breaks_the_model_fails_alone():
         answers = ask_together(client, [PNG, broken, JPEG, unlucky])
         assert service.ill() is None
     assert [answer.status_code for answer in answers] == [200, 500, 200, 422]
-    assert answers[1].json() == {"error": "the server failed; its log says more"}
+    assert answers[1].json().keys() == {"error"}
     assert max(model.batches) > 1
 
 
@@ -154,7 +156,7 @@ def test_requests_over_capacity_are_told_to_retry():
     assert sorted(statuses) == [200] * 3 + [503] * 5
     refused = answers[statuses.index(503)]
     assert refused.headers["retry-after"] == "1"
-    assert refused.json()["error"] == "3 requests are already in flight; retry soon"
+    assert refused.json()["error"].startswith("3 requests")
     assert later.status_code == 200
 
 
@@ -166,10 +168,7 @@ def test_a_body_that_does_not_come_ends_in_408():
     with served(seconds=0.3) as (service, client):
         answer = ask(client, "POST", "/detect", content=slow())
         assert service.under_way == 0
-    assert (answer.status_code, answer.json()) == (
-        408,
-        {"error": "sending the image took too long"},
-    )
+    assert answer.status_code == 408 and "too long" in answer.json()["error"]
 
 
 def test_a_body_that_trickles_ends_in_408(monkeypatch):
@@ -185,10 +184,7 @@ def test_a_body_that_trickles_ends_in_408(monkeypatch):
     with served(least_rate=1000) as (service, client):
         answer = ask(client, "POST", "/detect", content=trickle())
         assert service.under_way == 0
-    assert (answer.status_code, answer.json()) == (
-        408,
-        {"error": "the image comes more slowly than 1000 bytes a second"},
-    )
+    assert answer.status_code == 408 and "1000 bytes" in answer.json()["error"]
     assert len(sent) < 100
 
 
@@ -218,7 +214,7 @@ def test_slow_decoder_is_reported_without_blocking(monkeypatch):
             answers = ask_together(client, [PNG, JPEG])
             assert [answer.status_code for answer in answers] == [504, 200]
             wait_until(lambda: service.ill() is not None)
-            assert "one image has been decoded for" in (service.ill() or "")
+            assert "decoded" in (service.ill() or "")
             go_on.set()
             wait_until(lambda: service.ill() is None)
     finally:
@@ -252,7 +248,7 @@ def test_alive_while_loading_and_ready_when_warm():
         go_on.set()
         service.stop()
     assert ask(client, "GET", "/ready").status_code == 503
-    assert ask(client, "GET", "/health").json()["reason"] == "the thread of the model has ended"
+    assert "thread of the model" in ask(client, "GET", "/health").json()["reason"]
 
 
 # --- who may ask, and what is told --------------------------------------------------------------

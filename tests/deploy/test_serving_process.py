@@ -229,17 +229,17 @@ class Half:
     """A request of which half is sent."""
 
     def __init__(self, port: int) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
-        self._connection.putrequest("POST", "/detect")
-        self._connection.putheader("Content-Length", str(len(PNG)))
-        self._connection.endheaders(PNG[:50])
+        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+        self.connection.putrequest("POST", "/detect")
+        self.connection.putheader("Content-Length", str(len(PNG)))
+        self.connection.endheaders(PNG[:50])
 
     def finish(self) -> int:
-        self._connection.send(PNG[50:])
+        self.connection.send(PNG[50:])
         try:
-            return self._connection.getresponse().status
+            return self.connection.getresponse().status
         finally:
-            self._connection.close()
+            self.connection.close()
 
 
 def ask_until_refused(
@@ -275,7 +275,7 @@ def ask_until_refused(
 def test_refused_large_body_still_gets_answer(port):
     status, content = ask(port, "POST", "/detect", bytes(30 * 2**20))
     assert status == 413
-    assert json.loads(content) == {"error": "more than the 10485760 bytes allowed here"}
+    assert "10485760 bytes" in json.loads(content)["error"]
 
 
 def test_an_answer_on_a_kept_connection_waits_for_no_ack(port):
@@ -478,7 +478,7 @@ def test_taken_port_is_one_line_and_exit_2(port):
         command, capture_output=True, text=True, timeout=WAIT, check=False, cwd=REPOSITORY
     )
     assert ended.returncode == 2
-    assert ended.stderr.startswith(f"serving: error: --host 127.0.0.1 --port {port}: ")
+    assert f"--host 127.0.0.1 --port {port}: " in ended.stderr
     assert "in use" in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 

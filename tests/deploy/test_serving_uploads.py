@@ -230,7 +230,7 @@ def test_too_many_bytes_are_refused_before_they_are_read():
         form = ask(client, "POST", "/detect", files={"f": ("a", bytes(5001))})
     for answer in (declared, chunked, form):
         assert answer.status_code == 413
-        assert answer.json() == {"error": "more than the 5000 bytes allowed here"}
+        assert "5000 bytes" in answer.json()["error"]
     assert len(pulled) < 10
 
 

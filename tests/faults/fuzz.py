@@ -198,7 +198,6 @@ def _child(
             (place / name).unlink(missing_ok=True)
         os.truncate(log, 0)
     pipe.close()
-    os._exit(0)
 
 
 def read(target: Target, folder: Path, files: Files) -> tuple[str, str]:

@@ -95,6 +95,11 @@ class Job:
         found = (_STEP.search(line.text) for line in list(self.lines))
         return [int(match[1]) for match in found if match]
 
+    @property
+    def attempts(self) -> int:
+        """How often rank 0 has begun."""
+        return self.text.count(_ATTEMPT)
+
     def wait(self, seconds: float = TIMEOUT_SECONDS) -> int:
         """The exit code.  Raises: TimeoutError: it has not ended in time."""
         try:

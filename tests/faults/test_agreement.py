@@ -18,7 +18,7 @@ def weights_are_finite(job: Job) -> bool:
 
 def test_a_loss_that_is_not_finite_costs_one_step(scenario: FaultScenario, record_property) -> None:
     job = scenario.survive("nan", "nan=1@rank1:step7", 0)
-    assert job.text.count("step skipped on all ranks") == 1
+    assert job.text.count("skipped on all ranks") == 1
     assert job.steps == list(range(1, scenario.steps + 1)) and weights_are_finite(job)
     record_property("figure", "1 step left out by all ranks")
 
@@ -59,6 +59,6 @@ def test_a_batch_that_kills_a_rank_twice_is_left_out(
     launch = ["--max_restart", "3"]
     job = scenario.run("poison", "poison@rank1:step7", launch=launch, seconds=600)
     assert job.process.returncode == 0, job.text
-    assert job.text.count("train.log says why each number") == 3  # attempts
+    assert job.attempts == 3
     assert job.steps[-1] == scenario.steps
     record_property("figure", "left out in the attempt after 2 crashes")

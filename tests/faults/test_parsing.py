@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from ppdist.common.errors import ConfigError
 from ppdist.engine.callbacks import TrainingRun
+from tests.errors import raises
 from tests.faults import clock, injector
 from tests.faults import fault as faults
 from tests.faults.fault import Fault, parse_faults
@@ -26,19 +26,15 @@ def test_faults_parse_in_order_with_values() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("explode@rank0:step1", r"there is no fault 'explode'; kinds: kill, stop, .*eval-error"),
-        ("kill@1:7", r"PPDIST_FAULT: 'kill@1:7': expected KIND\[=VALUE\]@rankR:stepN, such as"),
-        ("kill=3@rank0:step1", "kill takes no value"),
-        ("slow=fast@rank0:step1", "expected a number above 0 after `=`, found 'fast'"),
-        ("slow=-1@rank0:step1", "expected a number above 0 after `=`, found '-1'"),
-        ("clock=inf@rank0:step1", "expected a number after `=`, found 'inf'"),
-        ("nan=0@rank0:step1", "expected 1, 2, 3, ... after `=`, found '0'"),
-        ("disk-full=1.5@rank0:step1", "expected 1, 2, 3, ... after `=`, found '1.5'"),
-        ("kill@rank0:step0", "the first step is step1"),
+        ("explode@rank0:step1", "'explode'"), ("kill@1:7", "KIND[=VALUE]@rankR:stepN"),
+        ("kill=3@rank0:step1", "no value"), ("slow=fast@rank0:step1", "'fast'"),
+        ("slow=-1@rank0:step1", "'-1'"), ("clock=inf@rank0:step1", "'inf'"),
+        ("nan=0@rank0:step1", "'0'"), ("disk-full=1.5@rank0:step1", "'1.5'"),
+        ("kill@rank0:step0", "step1"),
     ],
-)
-def test_invalid_fault_is_user_error_with_remedy(text, message) -> None:
-    with pytest.raises(ConfigError, match=message):
+)  # fmt: skip
+def test_invalid_fault_is_user_error(text, message) -> None:
+    with raises("fault_invalid", message):
         parse_faults(text)
 
 
@@ -68,7 +64,7 @@ def test_fault_fires_once_even_repeated_or_combined(tmp_path, left) -> None:
 
 
 def test_a_fault_of_a_rank_that_there_is_not_is_refused(left) -> None:
-    with pytest.raises(ConfigError, match="kill@rank9:step1: there is no rank 9: ranks are 0 to 0"):
+    with raises("fault_invalid", "kill@rank9:step1", "rank 9"):
         left("kill@rank9:step1", 0)
 
 

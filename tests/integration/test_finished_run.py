@@ -60,8 +60,8 @@ def test_deadly_images_and_pictures_cost_no_run(tmp_path: Path) -> None:
     assert run_on_ranks(1, f"{__name__}:train", str(tmp_path), hosts=1) == [0]
     log = (tmp_path / "out" / "train.log").read_text(encoding="utf-8")
     assert f"{names[1]}: not a file" in log
-    assert "the training has completed, but drawing " in log and "(killed by SIGSEGV)" in log
-    assert f"to draw them: ppdist report {tmp_path / 'out'}" in log
+    assert "training has completed" in log and "(killed by SIGSEGV)" in log
+    assert f"ppdist report {tmp_path / 'out'}" in log
     seconds = json.loads((tmp_path / "seconds.json").read_text())
     assert seconds["plots"] >= 0.5, "the table at the end tells their time from training's"
     succeeded(run_tool("report", tmp_path / "out"))

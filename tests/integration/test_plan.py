@@ -87,8 +87,8 @@ def test_fit_prints_parameters_and_residuals():
     rows = ["1x16=169.1", "2x16=191.8", "4x16=194.8", "8x16=206.3"]
     done = run_here("plan", "fit", "--rows", *rows)
     assert done.returncode == 0
-    assert "3 parameters (image, parallel, jitter) from 4 rows" in done.stdout
-    assert "10.569 ms an image, jitter 9.6 %, data parallel 12.1 ms" in done.stdout
+    assert "(image, parallel, jitter) from 4" in done.stdout
+    assert all(fact in done.stdout for fact in ("10.569 ms", "9.6 %", "12.1 ms"))
 
 
 @pytest.mark.parametrize(

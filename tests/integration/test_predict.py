@@ -223,7 +223,7 @@ def test_a_classifier_tells_its_best_classes(run, tmp_path, capsys) -> None:
         weights="classes.npz")  # fmt: skip
     assert "classes.json" in written(tmp_path / "o")
     out = capsys.readouterr().out
-    assert "film.avi: of 3 frames" in out and "the class of 5 images" in out
+    assert "film.avi: of 3 frames" in out and "of 5 images" in out
 
 
 def test_a_pattern_reads_no_earlier_results(run, project, tmp_path) -> None:

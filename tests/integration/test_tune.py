@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import ROOT, run_tool, succeeded
-from tests.unit.lab.tune.studies import seeds_of
 from tests.forked import run_tool, succeeded
+from tests.unit.lab.tune.studies import seeds_of
 from tests.unit.tune.studies import seeds_of
 
 pytest.importorskip("optuna")
@@ -51,7 +50,7 @@ def test_a_study_is_made_and_shown(project: Path) -> None:
         run_tool("tune", "run", "-c", project / "study.yml", "--out", out, "--workers", 2,
                  "-o", "train.epochs=2")
     )  # fmt: skip
-    assert "trial 001 (fast, seed 3) complete" in said
+    assert "001 (fast, seed 3) complete" in said
     config = (out / "trials" / "001" / "config.yml").read_text(encoding="utf-8")
     assert "seed: 3" in config and "lr: 0.004" in config and "epochs: 2" in config
     rows = [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]

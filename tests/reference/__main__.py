@@ -21,6 +21,7 @@ Exit code 1 when anything is further off than its tolerance, 2 when a file canno
 """
 
 import argparse
+from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def coco(arguments: argparse.Namespace) -> int:
     rows = compare(arguments.reference)
     print("\n".join(lines(rows)))
     if arguments.json:
-        write_json(arguments.json, [row._asdict() for row in rows], indent=1)
+        write_json(arguments.json, [asdict(row) for row in rows], indent=1)
     return 0 if all(row.equal for row in rows) else 1
 
 

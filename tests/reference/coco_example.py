@@ -5,8 +5,8 @@ import importlib.util
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,8 @@ PUBLISHED = (0.505, 0.697, 0.573, 0.586, 0.519, 0.501, 0.387, 0.594, 0.595, 0.64
 _TOLERANCE = 1e-9
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """One number of an evaluation; of_pycocotools is None where that is not installed."""
 
     name: str

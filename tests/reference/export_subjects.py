@@ -13,6 +13,7 @@ from ppdist.config.experiment import load_config
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import scene
 from ppdist.data.image import is_image_name, read_image
+from ppdist.distributed.paddle_api import set_momentum
 from ppdist.engine.build import build_model
 from ppdist.export.export import (
     Pictures,
@@ -154,13 +155,13 @@ def enliven(model: ImageModel, images_B3HW: np.ndarray) -> None:
         if isinstance(layer, nn.Conv2D | nn.Linear) and not layer.weight.numpy().any():
             layer.weight.set_value(paddle.randn(layer.weight.shape) * 0.02)
     for layer in norms:
-        layer._momentum = 0.0  # the statistics of exactly this batch
+        set_momentum(layer, 0.0)  # the statistics of exactly this batch
         layer.weight.set_value(paddle.full(layer.weight.shape, 0.5))
         layer.bias.set_value(paddle.full(layer.bias.shape, 2.0))
     model.train()
     model(model.normalize(paddle.to_tensor(images_B3HW)))
     for layer in norms:
-        layer._momentum = 0.9
+        set_momentum(layer, 0.9)
     model.eval()
 
 

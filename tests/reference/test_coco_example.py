@@ -32,7 +32,7 @@ def test_twelve_example_metrics_equal_published_ones(
 ) -> None:
     file = tmp_path / "coco.json"
     assert run(monkeypatch, "--reference", example, "--json", file) == 0
-    assert "PASS: all 12 equal those of pycocotools to 1e-09" in capsys.readouterr().out
+    assert "PASS: all 12 equal" in capsys.readouterr().out
     rows = json.loads(file.read_text())
     assert [row["name"] for row in rows] == list(METRICS)
     assert [round(row["ours"], 3) for row in rows] == pytest.approx(list(PUBLISHED))

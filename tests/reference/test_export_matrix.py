@@ -68,7 +68,7 @@ def test_the_table_stands_between_its_marks(tmp_path: Path) -> None:
     matrix.write_table(document, matrix.table([good, bad]))
     text = document.read_text()
     assert text.startswith("before\n") and text.endswith(f"{matrix.END}\nafter\n")
-    assert "| m | random | onnx | any | 3e-06 | 0.0002 | 7 boxes |  | 1.2 | ok |" in text
+    assert "| 3e-06 | 0.0002 |" in text and "| ok |" in text
     assert "FAILED: no kernel" in text and "old" not in text
     document.write_text("no marks")
     with raises("document_marks_missing"):
@@ -95,5 +95,5 @@ def test_verify_export_prints_rows_and_writes_json(tmp_path: Path) -> None:
         timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASS: 8 of 8 files" in done.stdout
+    assert "PASS: 8 of 8" in done.stdout
     assert all(each["passed"] for each in json.loads(report.read_text()))

@@ -117,5 +117,5 @@ def test_a_key_that_differs_is_named_with_both_shapes(shared_dir: Path) -> None:
     shapes["model.99.bias"] = shapes.pop("model.24.m.0.bias")
     found = compare_keys(yolov5.build("yolov5n"), shapes)
     assert found.error == 3 and not found.passed
-    assert "model.0.conv.weight: ours [16, 3, 6, 6], theirs [16, 3, 5, 5]" in found.detail
-    assert "model.99.bias: ours None, theirs [255]" in found.detail
+    for fact in ("model.0.conv.weight", "[16, 3, 6, 6]", "[16, 3, 5, 5]", "model.99.bias", "[255]"):
+        assert fact in found.detail

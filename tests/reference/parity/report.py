@@ -41,7 +41,7 @@ class ModelReport:
 
     def lines(self) -> list[str]:
         """The row of the table, and a line for everything that is wrong."""
-        cells = [self._cell(group).ljust(CELL_WIDTH) for group in GROUPS]
+        cells = [self.cell(group).ljust(CELL_WIDTH) for group in GROUPS]
         result = [f"{self.name:<{NAME_WIDTH}} {' '.join(cells)} {self.verdict}"]
         if self.error:
             result.append(f"  {self.error}")
@@ -54,7 +54,7 @@ class ModelReport:
             result.append(f"  not compared: {', '.join(self.unread)}")
         return result
 
-    def _cell(self, group: str) -> str:
+    def cell(self, group: str) -> str:
         """The measurement of a group that is nearest to its tolerance, or furthest past it."""
         found = [m for m in self.measurements if m.group == group]
         if not found:

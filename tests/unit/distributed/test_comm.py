@@ -135,7 +135,7 @@ def fail_alone(argument):
         said.append(type(failure).__name__)
     # Rank 0 has nothing left to do, but a sleepy rank 1 has not read its answer from the store.
     if comm.rank() == 1:
-        store._FIRST_POLL_SECONDS = store._POLL_SECONDS = 2.0
+        vars(store).update(_FIRST_POLL_SECONDS=2.0, _POLL_SECONDS=2.0)
     return [*said, comm.run_on_main(lambda: time.sleep(0.5) or 7)]
 
 

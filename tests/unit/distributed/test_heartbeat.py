@@ -1,5 +1,6 @@
 """What a rank says of itself, and what it costs."""
 
+import importlib
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +18,14 @@ from tests.unit.launch.hosts import ROOT, wait_for
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """As a fleetrun gives it to rank 3; afterwards nothing is written any more."""
     monkeypatch.setenv("PPDIST_EXIT_DIR", str(tmp_path))
     monkeypatch.setenv("PADDLE_TRAINER_ID", "3")
-    monkeypatch.setattr(heartbeat, "_file", None)
-    monkeypatch.setattr(heartbeat, "_state", list(heartbeat._NOTHING_YET))
     monkeypatch.setattr(heartbeat.faulthandler, "register", lambda *args, **more: None)
-    return tmp_path
+    importlib.reload(heartbeat)
+    yield tmp_path
+    importlib.reload(heartbeat)
 
 
 def test_a_rank_says_where_it_is(folder: Path) -> None:
@@ -70,12 +72,7 @@ def test_step_timing_skips_first_after_start_or_eval(folder: Path) -> None:
     assert found == [*first, (0, 3), (0, 3), (0, 3), (1, 3), (1, 3), (2, 4)]
 
 
-def test_step_totals_accumulate_until_process_ends(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sums = ("_step_seconds", "_own_seconds", "_data_seconds", "_micro_batches")
-    for name in (*sums, "_steps", "_bad_steps", "_images", "_planned_steps"):
-        monkeypatch.setattr(heartbeat, name, 0)
+def test_step_totals_accumulate_until_process_ends(folder: Path) -> None:
     place = heartbeat.file_of(folder, 3)
     heartbeat.begin(1.0, 60.0)
     assert heartbeat.read_work(place) is None
@@ -136,14 +133,12 @@ def test_names_of_any_length_and_alphabet_fit(folder: Path) -> None:
     assert found is not None and found.place.startswith("ä" * 19)
 
 
-def test_without_fleetrun_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PPDIST_EXIT_DIR", raising=False)
-    monkeypatch.setattr(heartbeat, "_file", None)
+def test_without_fleetrun_nothing_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PPDIST_EXIT_DIR")
+    monkeypatch.chdir(folder)
     heartbeat.begin(1.0, 1.0)
     heartbeat.beat("step", 1)
-    assert heartbeat._file is None
+    assert [*folder.iterdir()] == []
 
 
 def test_a_beat_costs_microseconds(folder: Path, record_property) -> None:

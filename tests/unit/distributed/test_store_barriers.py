@@ -1,9 +1,10 @@
 """The ranks' meetings at the store: their connections wait with nothing."""
 
 import os
-import signal
 import socket
+import subprocess
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -18,10 +19,13 @@ def delayed(_):
     comm.init("cpu", DistributedConfig())
     comm.barrier()
     found = []
-    for connection in store._connections():
-        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            continue
-        found.append(not connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+    for file in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # no socket
+            connection = socket.socket(fileno=os.dup(int(file)))
+            if connection.family == socket.AF_UNIX:
+                continue
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.append(not connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
     comm.barrier()
     return found
 
@@ -37,17 +41,10 @@ def stopped(_):
     comm.init("cpu", DistributedConfig())
     processes = comm.all_gather_object(os.getpid())
     if comm.rank() == 0:
-        child = os.fork()
-        if child == 0:
-            for order in (processes, processes[::-1]):
-                for process in processes:
-                    os.kill(process, signal.SIGSTOP)
-                    time.sleep(0.3)
-                for process in order:
-                    os.kill(process, signal.SIGCONT)
-                    time.sleep(0.3)
-            os._exit(0)
-        os.waitpid(child, 0)
+        signals = [("STOP", each) for each in processes], [("CONT", each) for each in processes]
+        sent = [*signals[0], *signals[1], *signals[0], *signals[1][::-1]]
+        script = "; ".join(f"kill -{name} {process}; sleep 0.3" for name, process in sent)
+        subprocess.run(["sh", "-c", script], check=True)
     return comm.all_gather_object("here")
 
 

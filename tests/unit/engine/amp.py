@@ -1,5 +1,6 @@
-"""Loss scaling of float16 where no CPU would switch it on."""
+"""What AMP does on a GPU, where no CPU would: loss scaling, master weights, another optimizer."""
 
+import numpy as np
 import paddle
 
 
@@ -15,3 +16,37 @@ def enable_scaling(scaler: paddle.amp.GradScaler) -> None:
         setattr(scaler, name, paddle.to_tensor([False]))
     scaler._cache_found_inf = None
     scaler.update()  # makes its table of optimizers
+
+
+def create_state(optimizer: paddle.optimizer.Optimizer, model: paddle.nn.Layer, filled=False):
+    """Makes an optimizer's state without a step, and fills it with something."""
+    block = paddle.static.default_main_program().global_block()  # as Optimizer.step does
+    optimizer._create_accumulators(block, [p for p in model.parameters() if not p.stop_gradient])
+    if filled:
+        for values in optimizer._accumulators.values():
+            for value in values.values():
+                value.fill_(np.random.RandomState(value.size).rand())
+        for master in optimizer._master_weights.values():
+            master.fill_(0.1)
+
+
+class RecordingOptimizer:
+    """Takes the place of an update that no CPU has: notes the gradient of every step."""
+
+    def __init__(self, parameter) -> None:
+        self.parameter = parameter
+        self.gradients: list[float] = []
+        self._grad_clip = None
+        self._master_weights: dict = {}
+        self._parameter_list = [parameter]
+        self._param_groups = [{"params": [parameter]}]
+
+    def clear_grad(self) -> None:
+        self.parameter.clear_gradient()
+
+    def set_lr(self, lr: float) -> None:
+        pass
+
+    def step(self) -> None:
+        assert self.parameter.grad.dtype == paddle.float32
+        self.gradients.append(self.parameter.grad.item())

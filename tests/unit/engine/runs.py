@@ -54,12 +54,12 @@ class AtStep(Callback):
     """Calls `action` when a step (from 0) begins, the first so many times."""
 
     def __init__(self, number, action, times=1):
-        self._number, self._action, self._left = number, action, times
+        self.number, self.action, self.left = number, action, times
 
     def on_step_begin(self, step):
-        if step == self._number + 1 and self._left:
-            self._left -= 1
-            self._action()
+        if step == self.number + 1 and self.left:
+            self.left -= 1
+            self.action()
 
 
 def at_step(trainer, number, action, times=1):

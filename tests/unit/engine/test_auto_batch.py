@@ -62,7 +62,7 @@ def test_auto_batch_is_trained_and_kept_on_resume(shapes, tmp_path, monkeypatch)
     assert first.trainer.schedule.total_batch == 3
     assert settled(tmp_path / "whole")["batch_size_per_card"] == 3
     text = (tmp_path / "whole" / "train.log").read_text()
-    assert "auto is 3: of rank 0" in text
+    assert "auto is 3: " in text
 
     def never(*_, **__):
         raise AssertionError("looked for a batch")
@@ -74,7 +74,7 @@ def test_auto_batch_is_trained_and_kept_on_resume(shapes, tmp_path, monkeypatch)
     assert again.trainer.schedule.batch_size_per_card == 3
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     text = (tmp_path / "parts" / "train.log").read_text()
-    assert "auto is 3, as in" in text
+    assert "auto is 3, " in text
     with raises("resume_batch_differs"):
         train(shapes, tmp_path / "parts", "train.total_batch=9", resume=True)
 
@@ -137,7 +137,7 @@ def test_hosts_that_go_before_the_first_checkpoint_change_no_step(batch, tmp_pat
     settled, batches, _ = auto_batch.resolve_batch_size(config, [], 41, start)
     assert batches == MicroBatches(9, 3, spread=False)
     assert settled.train.batch_size_per_card == 3
-    assert [note.partition(";")[0] for note in start.notes] == ["ranks: 3 then, 1 now"]
+    assert len(start.notes) == 1 and start.notes[0].startswith("ranks: 3 then")
 
 
 def test_ranks_share_the_micro_batches_of_a_total_batch(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
+from ppdist.data.loading.loader import EvalLoader
 from ppdist.engine.build import build_evaluator, build_model, build_schedule_setup, build_train_step
 from ppdist.engine.evaluator import in_eval_mode
 from tests.distributed import run_on_ranks
@@ -56,11 +57,11 @@ def losses_of(metrics):
 
 def at_once(folder, model, *overrides):
     """The same by the loss itself: all images in one batch."""
-    config = tiny_config(folder, ["evaluate.batch_size_per_card=64", *overrides], model)
+    config = tiny_config(folder, overrides, model)
     network, loss, _ = built(folder, model, *overrides)
     dataset = read_split(config.data, "val")
-    batch = next(iter(build_evaluator(config, dataset, network)._loader))
-    assert batch.images_B3HW.shape[0] == len(dataset.records)
+    size = config.model.image_size
+    (batch,) = EvalLoader(dataset, config.data, image_size=size, batch_size=64, rank=0, world=1)
     with paddle.no_grad(), in_eval_mode(network):
         outputs = network(network.normalize(batch.images_B3HW))
         found = loss(outputs, batch.boxes_BM4, batch.labels_BM, batch.mask_BM, STEP - 1)

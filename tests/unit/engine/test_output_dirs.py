@@ -45,7 +45,7 @@ def test_hosts_note_where_the_checkpoints_are(second_host: None, tmp_path: Path)
     dirs = OutputDirs(tmp_path / "run", shared=False)
     dirs.require_no_other()
     dirs.note_newest(40)
-    with raises("checkpoint_elsewhere", "step 40 on host 10.0.0.1"):
+    with raises("checkpoint_elsewhere", "step 40", "10.0.0.1"):
         dirs.require_no_other()
     dirs.forget()
     dirs.require_no_other()

@@ -338,7 +338,7 @@ def test_plugins_are_compared_before_they_are_imported(tmp_path, monkeypatch):
 
 
 def test_shares_of_other_ranks_are_refused(monkeypatch):
-    with raises("shares_of_other_world", "distributed.shares: 3 relative speeds, but this run"):
+    with raises("shares_of_other_world", "distributed.shares: 3 "):
         check_shares(DistributedConfig(shares=(2, 2, 1)))  # one rank
     check_shares(DistributedConfig(shares=(1.0,)))
     monkeypatch.setenv(MIN_HOSTS_VARIABLE, "1")

@@ -30,10 +30,10 @@ class Steps(Callback):
     """Notes in a record of collectives where a step begins."""
 
     def __init__(self, record):
-        self._record = record
+        self.record = record
 
     def on_step_begin(self, step):
-        self._record.append(["step", step])
+        self.record.append(["step", step])
 
 
 def described(argument):

@@ -102,10 +102,10 @@ class SkipSecond(StepPolicy):
     """Skips every second step, whatever it would have taught."""
 
     def before_step(self, step, synchronised):
-        self._skips = step % 2 == 1
+        self.skips = step % 2 == 1
 
     def verdict(self, totals):
-        return Verdict.SKIP if self._skips else Verdict.APPLY
+        return Verdict.SKIP if self.skips else Verdict.APPLY
 
 
 def test_a_policy_can_skip_a_step():

@@ -15,7 +15,7 @@ from ppdist.optim.exchange import DuringBackward
 from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.updater import Updater
 from tests.distributed import run_on_ranks
-from tests.unit.engine.amp import enable_scaling
+from tests.unit.engine.amp import RecordingOptimizer, enable_scaling
 from tests.unit.engine.tiny import init_cpu, take_step
 
 RATES = LearningRates(lr=0.1, bias_lr=0.1, momentum=0.9)
@@ -39,28 +39,6 @@ class Scale(ImageModel):
 class Total(Loss):
     def forward(self, outputs_B, boxes_BM4, labels_BM, mask_BM, step, global_normalizers=None):
         return LossOutput(outputs_B.sum(), paddle.to_tensor(float(len(outputs_B))), {})
-
-
-class RecordingOptimizer:
-    """Takes the place of an update that no CPU has: notes the gradient of every step."""
-
-    def __init__(self, parameter) -> None:
-        self.parameter = parameter
-        self.gradients: list[float] = []
-        self._grad_clip = None
-        self._master_weights: dict = {}
-        self._parameter_list = [parameter]
-        self._param_groups = [{"params": [parameter]}]
-
-    def clear_grad(self) -> None:
-        self.parameter.clear_gradient()
-
-    def set_lr(self, lr: float) -> None:
-        pass
-
-    def step(self) -> None:
-        assert self.parameter.grad.dtype == paddle.float32
-        self.gradients.append(self.parameter.grad.item())
 
 
 def batch(value: float) -> Batch:
@@ -88,7 +66,7 @@ def test_overflow_halves_loss_scale(record_property):
     for number, value in enumerate((2.0, float("inf"), float("inf"), 4.0)):
         result = take_step(step, [batch(value)], number, RATES)
         assert result.applied == (value < 5)
-        scales.append(step.precision.scaler._scale.item())
+        scales.append(step.precision.loss_scale)
     assert scales == [1024.0, 512.0, 256.0, 256.0]
     record_property("figure", "1024 to 256 by two overflows")
     assert optimizer.gradients == pytest.approx([2.0, 4.0])  # unscaled

@@ -107,7 +107,7 @@ def test_self_check_passes_and_names_wrong_kernel(tmp_path):
     model = paddle.nn.Sequential(ConvBNLayer(3, 8, 3), ConvBNLayer(8, 8, 1, activation="relu"))
     assert build.self_check(model, 32, EMULATED) is None
     reason = build.self_check(model, 32, with_wrong_gradient())
-    assert reason.startswith("gradient of conv.weight of 0 (ConvBNLayer")
+    assert reason.startswith("gradient of conv.weight")
 
 
 @native

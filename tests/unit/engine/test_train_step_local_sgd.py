@@ -34,7 +34,7 @@ def train(overrides):
         states = {
             "model": step.model.state_dict(),
             "ema": ema_of(step).average,
-            "optimizer": optimizer_arrays(step.optimizer.optimizer, step.model),
+            "optimizer": step.optimizer.state(),
         }
         said = {"applied": result.applied, "updates": ema_of(step).updates}
         said["norm"] = result.gradient_norm if result.applied else None

@@ -41,7 +41,7 @@ def test_stop_on_one_rank_ends_evaluation_on_all():
 def meetings_under_signals(argument):
     comm.init("cpu", DistributedConfig())
     asked = []
-    stopping._SAME_REQUEST_SECONDS = 1e9
+    vars(stopping)["_SAME_REQUEST_SECONDS"] = 1e9
     stopping.listen(lambda: asked.append(1))
     done = threading.Event()
 

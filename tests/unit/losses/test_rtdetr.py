@@ -72,16 +72,21 @@ def truth(boxes: int = 5) -> list[paddle.Tensor]:
     return [paddle.to_tensor(x.astype(kind)) for x, kind in kinds]
 
 
+def replaced(outputs: Any, **changes: Any) -> Any:
+    """A copy of a named tuple with other fields."""
+    fields = dict(zip(type(outputs).__annotations__, outputs, strict=True))
+    return type(outputs)(**fields | changes)
+
+
 def mapped(outputs: Any, change: Any) -> Any:
     """The same outputs with every tensor but the size changed."""
     if isinstance(outputs, paddle.Tensor):
         return change(outputs)
     if isinstance(outputs, RTDETROutputs):
-        changed = {k: mapped(v, change) for k, v in outputs._asdict().items() if k != "size_4"}
-        return outputs._replace(**changed)
+        return replaced(type(outputs)(*(mapped(x, change) for x in outputs)), size_4=outputs.size_4)
     if isinstance(outputs, tuple):
         each = [mapped(x, change) for x in outputs]
-        return type(outputs)(*each) if hasattr(outputs, "_fields") else tuple(each)
+        return tuple(each) if type(outputs) is tuple else type(outputs)(*each)
     return outputs
 
 
@@ -91,8 +96,8 @@ def part(outputs: RTDETROutputs, images: slice) -> RTDETROutputs:
     assert own.denoised is not None
     used = (own.denoised.positive_BD + own.denoised.negative_BD).numpy().any(0).sum()
     longest = max(1, int(used))
-    trimmed = mapped(own.denoised._replace(groups_B=None), lambda x: x[:, :longest])
-    return own._replace(denoised=trimmed._replace(groups_B=own.denoised.groups_B))
+    trimmed = mapped(replaced(own.denoised, groups_B=None), lambda x: x[:, :longest])
+    return replaced(own, denoised=replaced(trimmed, groups_B=own.denoised.groups_B))
 
 
 def leaves(outputs: Any) -> list[paddle.Tensor]:
@@ -137,7 +142,7 @@ def test_every_output_has_a_gradient_without_objects(family: str) -> None:
     outputs = random_outputs(family)
     assert outputs.denoised is not None
     unused = {f"{kind}_BD": outputs.denoised.positive_BD * 0 for kind in ("positive", "negative")}
-    outputs = outputs._replace(denoised=outputs.denoised._replace(**unused))
+    outputs = replaced(outputs, denoised=replaced(outputs.denoised, **unused))
     boxes, labels, mask = truth()
     output = criterion(family)(outputs, boxes * 0, labels * 0, mask * 0, 0)
     found = gradients(outputs, output.total)
@@ -166,14 +171,14 @@ def _like(x: paddle.Tensor, dtype: str) -> paddle.Tensor:
 @pytest.mark.parametrize("leaf", ["logits_BQC", "boxes_BQ4"])
 def test_outputs_that_are_not_finite_do_not_raise(leaf: str, value: float) -> None:
     outputs = random_outputs("dfine")
-    layers = [x._replace(**{leaf: x._asdict()[leaf] * value}) for x in outputs.layers]
-    total = criterion()(outputs._replace(layers=tuple(layers)), *truth(), 0).total
+    layers = [replaced(x, **{leaf: getattr(x, leaf) * value}) for x in outputs.layers]
+    total = criterion()(replaced(outputs, layers=tuple(layers)), *truth(), 0).total
     assert not np.isfinite(float(total))
 
 
 def test_what_evaluation_keeps_has_a_loss() -> None:
     outputs = random_outputs("dfine")
-    last = outputs._replace(layers=outputs.layers[-1:], denoised=None)
+    last = replaced(outputs, layers=outputs.layers[-1:], denoised=None)
     found = numbers(criterion()(last, *truth(), 0))
     assert found.keys() == {"total", "loss_cls", "loss_l1", "loss_giou", "loss_fgl"}
 
@@ -238,7 +243,7 @@ def test_a_teacher_sure_of_one_box_teaches_it_one_query() -> None:
     theirs.logits_BQC[1, 3] = paddle.to_tensor([-1.0, 1.0, -9.0])
     ours.boxes_BQ4[1, 5] = theirs.boxes_BQ4[1, 3] + 0.02
     ours.logits_BQC[1, 5] = paddle.to_tensor([0.5, 9.0, -9.0])
-    pair = outputs._replace(layers=(ours,)), taught._replace(layers=(theirs,))
+    pair = replaced(outputs, layers=(ours,)), replaced(taught, layers=(theirs,))
     _, found = distilled(*pair, paddle.to_tensor([9.0, 4.0]))
     s, t = (1 / (1 + np.exp(-np.array(x) / 2)) for x in ([0.5, 9, -9], [-1, 1, -9.0]))
     focal = (t - s) ** 2 * -(t * np.log(s) + (1 - t) * np.log(1 - s))
@@ -262,5 +267,5 @@ def test_the_last_layer_learns_what_its_teacher_is_sure_of() -> None:
     shares = [slice(0, 1), slice(1, 4)]
     parts = [distilled(part(outputs, s), part(taught, s), every)[0] for s in shares]
     assert float(sum(parts)) == pytest.approx(float(total), rel=1e-6)
-    unsure = taught.layers[-1]._replace(logits_BQC=taught.layers[-1].logits_BQC - 9)
-    assert float(distilled(outputs, taught._replace(layers=(unsure,)), every)[0]) == 0
+    unsure = replaced(taught.layers[-1], logits_BQC=taught.layers[-1].logits_BQC - 9)
+    assert float(distilled(outputs, replaced(taught, layers=(unsure,)), every)[0]) == 0

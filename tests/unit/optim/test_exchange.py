@@ -208,13 +208,9 @@ def test_resume_on_two_of_four_ranks_keeps_residuals(ranks, mode):
 def test_unusable_checkpoint_residuals_reported():
     state = TopKSparsify(parameters(), 0.05).state()
     assert Exchange().load({}) == TopKSparsify(parameters(), 0.05).load(state) == ""
-    warning = (
-        "what ranks had kept of gradients to send it later (in the checkpoint: "
-        "topk/rest/layer0.weight and 2 more) is left out, because this run does not compress them "
-        "so; resume on several ranks and with the same distributed.gradient_rank or topk_fraction "
-        "to use it"
-    )
-    assert Exchange().load(state) == PowerSGD(parameters(), 2).load(state) == warning
+    warning = Exchange().load(state)
+    assert "topk/rest/layer0.weight and 2 more" in warning
+    assert PowerSGD(parameters(), 2).load(state) == warning
 
 
 def test_other_powersgd_rank_reuses_shared_state():
@@ -284,31 +280,19 @@ def test_float16_scale_worked_out_by_hand(monkeypatch):
 def test_what_was_kept_for_another_model_is_refused():
     state = TopKSparsify(parameters(), 0.05).state()
     other = TopKSparsify(parameters([[3, 3]]), 0.05)
-    with raises(
-        "checkpoint_of_other_config", "layer0.weight as a matrix [8, 36], the model has [3, 3]"
-    ):
+    with raises("checkpoint_of_other_config", "layer0.weight", "[8, 36]", "[3, 3]"):
         other.load(state)
     other.load({})
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["distributed={gradient_dtype: bfloat16, topk_fraction: 0.01}"],
-            "distributed.gradient_dtype: bfloat16 and distributed.topk_fraction: 0.01 both "
-            "reduce communication; choose one",
-        ),
-        (
-            ["distributed={gradient_rank: 4, sync_every: 8}"],
-            "distributed.gradient_rank: 4 and distributed.sync_every: 8 both reduce communication; "
-            "choose one",
-        ),
-    ],
-)
-def test_two_ways_to_send_less_are_refused(overrides, message, tmp_path):
-    with raises("bad_value", message):
-        tiny_config(tmp_path, overrides)
+    "ways", [{"gradient_dtype": "bfloat16", "topk_fraction": 0.01},
+             {"gradient_rank": 4, "sync_every": 8}],
+)  # fmt: skip
+def test_two_ways_to_send_less_are_refused(ways, tmp_path):
+    items = [f"distributed.{key}={value}" for key, value in ways.items()]
+    with raises("bad_value", *(f"distributed.{key}: {value}" for key, value in ways.items())):
+        tiny_config(tmp_path, items)
 
 
 def test_bytes_on_the_wire_are_what_the_formulas_say(ranks):

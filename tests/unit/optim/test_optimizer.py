@@ -14,6 +14,7 @@ from ppdist.optim.optimizer import (
 )
 from ppdist.optim.updater import Updater
 from tests.errors import raises
+from tests.unit.engine.amp import create_state
 
 
 def network():
@@ -133,11 +134,6 @@ def half_precision_network():
     return model
 
 
-def create_state(optimizer, model):
-    block = paddle.static.default_main_program().global_block()  # as Optimizer.step does
-    optimizer._create_accumulators(block, [p for p in model.parameters() if not p.stop_gradient])
-
-
 @pytest.mark.parametrize("name", ["momentum", "adamw"])
 def test_master_weights_survive_other_names(name):
     """What AMP O2 keeps on a GPU; a CPU has no such update, so state is made without a step."""
@@ -147,12 +143,7 @@ def test_master_weights_survive_other_names(name):
 
     model = half_precision_network()
     optimizer = optimizer_of(model)
-    create_state(optimizer, model)
-    for values in optimizer._accumulators.values():
-        for value in values.values():
-            value.fill_(np.random.RandomState(value.size).rand())
-    for master in optimizer._master_weights.values():
-        master.fill_(0.1)
+    create_state(optimizer, model, filled=True)
     state = Updater(optimizer, model).state()
     assert state["0.weight/fp32_master_0"].dtype == np.float32
 

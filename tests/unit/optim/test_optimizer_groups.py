@@ -81,10 +81,9 @@ def test_a_group_without_weights_is_an_error(patterns, where, message):
 
 def test_the_log_says_what_each_group_trains():
     groups = (group("backbone", lr_factor=0.1), group("*.bias", weight_decay_factor=0.0))
-    assert parameter_group_lines(Net(), groups) == [
-        "parameter group backbone: 18 weights, learning rate x 0.1, weight decay x 1",
-        "parameter group *.bias: 4 weights, learning rate x 1, weight decay x 0",
-    ]
+    first, second = parameter_group_lines(Net(), groups)
+    assert all(fact in first for fact in ("backbone: 18 weights", "rate x 0.1", "decay x 1"))
+    assert all(fact in second for fact in ("*.bias: 4 weights", "rate x 1", "decay x 0"))
 
 
 GROUPS = (

@@ -59,7 +59,6 @@ def test_a_classifier_has_no_neck_to_count():
 
 
 def test_the_log_says_the_rate_of_each_stage():
-    assert layerwise_lr_decay(Net(), DECAY) == [
-        "learning rates by stage: backbone.stem x 0.0625, backbone.stages.0 x 0.125, "
-        "backbone.stages.1 x 0.25, neck x 0.5, head x 1"
-    ]
+    (line,) = layerwise_lr_decay(Net(), DECAY)
+    stages = ("backbone.stem x 0.0625", "backbone.stages.0 x 0.125", "backbone.stages.1 x 0.25")
+    assert all(stage in line for stage in (*stages, "neck x 0.5", "head x 1"))
