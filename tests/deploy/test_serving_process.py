@@ -8,9 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -86,6 +84,23 @@ def port() -> Iterator[int]:
     number = free_port()
     with fake(number):
         yield number
+
+
+class Half:
+    """A request of which half is sent."""
+
+    def __init__(self, port: int) -> None:
+        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+        self.connection.putrequest("POST", "/detect")
+        self.connection.putheader("Content-Length", str(len(PNG)))
+        self.connection.endheaders(PNG[:50])
+
+    def finish(self) -> int:
+        self.connection.send(PNG[50:])
+        try:
+            return self.connection.getresponse().status
+        finally:
+            self.connection.close()
 
 
 def test_a_body_that_breaks_is_answered_once():
@@ -187,89 +202,6 @@ def test_sigterm_does_not_wait_for_a_decoder_that_hangs():
         assert ask(number, "POST", "/detect", PNG)[0] == 504
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda each: each.name)
-@pytest.mark.parametrize("backend", ["paddle", "onnx"])
-def test_a_signal_under_load_drops_no_request(backend, number, tmp_path_factory):
-    """A real export: importing Paddle, which happens after the start, replaces signal handlers."""
-    from tests.unit.export.tiny import FORMATS, exported_detector
-
-    if backend not in FORMATS:
-        pytest.skip("the packages that make ONNX files are not installed")
-    folder, port = exported_detector(tmp_path_factory), free_port()
-    command = [sys.executable, SERVING / "server.py", "--model", folder, "--port", port,
-               "--backend", backend]  # fmt: skip
-    statuses: Counter[object] = Counter()
-    ending = threading.Event()
-    with running(command, port) as process:
-        halves = [Half(port) for _ in range(30)]  # accepted, and their bodies not all there yet
-        while b"requests_under_way 30.0" not in ask(port, "GET", "/metrics")[1]:
-            time.sleep(0.01)
-        loops = [
-            threading.Thread(target=ask_until_refused, args=(port, keeps, statuses, ending))
-            for keeps in (True, False) * 3
-        ]
-        for loop in loops:
-            loop.start()
-        while sum(statuses.values()) < 30:
-            time.sleep(0.01)
-        ending.set()
-        process.send_signal(number)
-        for loop in loops:
-            loop.join(WAIT)
-        assert process.poll() is None, "ended before it had answered"
-        assert [half.finish() for half in halves] == [200] * 30
-        assert process.wait(WAIT) == 0
-    assert {*statuses} == {200}
-
-
-class Half:
-    """A request of which half is sent."""
-
-    def __init__(self, port: int) -> None:
-        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
-        self.connection.putrequest("POST", "/detect")
-        self.connection.putheader("Content-Length", str(len(PNG)))
-        self.connection.endheaders(PNG[:50])
-
-    def finish(self) -> int:
-        self.connection.send(PNG[50:])
-        try:
-            return self.connection.getresponse().status
-        finally:
-            self.connection.close()
-
-
-def ask_until_refused(
-    port: int, keeps: bool, statuses: Counter[object], ending: threading.Event
-) -> None:
-    """Counts answers, and what is none, until nothing new is accepted.
-
-    Once the server is `ending`, a lost connection counts for none: it may never have been accepted,
-    or have been idle when it was closed.  `Half` shows that what was accepted is answered.
-
-    Args: keeps: one connection for many requests, as long as the server lets it.
-    """
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
-    while True:
-        try:
-            if connection.sock is None:
-                connection.connect()
-        except ConnectionError:
-            return
-        try:
-            connection.request("POST", "/detect", PNG)
-            reply = connection.getresponse()
-            reply.read()
-        except (OSError, http.client.HTTPException) as error:
-            if not (ending.is_set() and isinstance(error, ConnectionError)):
-                statuses[repr(error)] += 1
-            return
-        statuses[reply.status] += 1
-        if not keeps:
-            connection.close()
 
 
 def test_refused_large_body_still_gets_answer(port):

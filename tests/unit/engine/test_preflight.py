@@ -37,14 +37,10 @@ from tests.forked import clean_environment, end, start
 from tests.unit.engine.tiny import init_cpu, tiny_config
 
 HOST = socket.gethostname()
-CHANGES = (
-    "box",
-    "class",
-    "fewer",
-    "renamed",
-    "pixels",
-    "longer",
-)  # of data, see write_changed_data
+CHANGES = {  # of data, see write_changed_data, and what is said of each
+    "box": ".jpg: boxes: [[", "class": "the classes are", "fewer": "4 and 3 images",
+    "renamed": "other.jpg", "pixels": "different content", "longer": " bytes and ",
+}  # fmt: skip
 
 
 def test_handshake_compares_all_but_per_host_keys(tmp_path: Path) -> None:
@@ -54,24 +50,18 @@ def test_handshake_compares_all_but_per_host_keys(tmp_path: Path) -> None:
     assert flattened(tiny_config(tmp_path)).keys() >= set(PER_HOST_KEYS)
 
 
-def test_weights_are_compared_by_content_not_path(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["w.npz", "checkpoints/best/manifest.json"])
+def test_weights_are_compared_by_content_not_path(file: str, tmp_path: Path) -> None:
     facts = []
-    for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
-        (tmp_path / name).write_bytes(content)
-        facts.append(flat_config(tiny_config(tmp_path, [f"model.pretrained={tmp_path / name}"])))
+    for name, content in (("a", "1"), ("b", "1"), ("c", "2")):
+        place = tmp_path / name / file
+        place.parent.mkdir(parents=True)
+        place.write_text(content)
+        given = place if file == "w.npz" else tmp_path / name  # of a run its best checkpoint
+        facts.append(flat_config(tiny_config(tmp_path, [f"model.pretrained={given}"])))
     assert facts[0] == facts[1] != facts[2]
     none = flat_config(tiny_config(tmp_path))
     assert none.keys() != facts[0].keys()  # one rank with weights, one without
-
-
-def test_pretrained_run_compares_its_best_checkpoint(tmp_path: Path) -> None:
-    facts = []
-    for name, content in (("a", "1"), ("b", "1"), ("c", "2")):
-        best = tmp_path / name / "checkpoints" / "best"
-        best.mkdir(parents=True)
-        (best / "manifest.json").write_text(content)
-        facts.append(flat_config(tiny_config(tmp_path, [f"model.pretrained={tmp_path / name}"])))
-    assert facts[0] == facts[1] != facts[2]
 
 
 def test_new_run_keeps_weights_it_starts_from(tmp_path: Path) -> None:
@@ -201,46 +191,35 @@ def test_ranks_that_agree_start_within_five_seconds(told: list[dict[str, str]]) 
         assert float(texts["seconds"]) < 5
 
 
-def test_each_difference_is_refused_on_every_rank(
-    told: list[dict[str, str]], record_property
+HERE = f"(host {HOST})"
+DIFFERENCES = {
+    "devices": [f"device: cpu on rank 0 {HERE}; gpu on rank 1 {HERE}\n"],
+    "joining": [f"distributed.bucket_mb: 25 on rank 0 {HERE}; 8 on rank 1"],
+    "config": [f"train.epochs: 10.0 on rank 0 {HERE}; 11.0"],
+    "command line": [f"--eval: False on rank 0 {HERE}; True"],
+    "code": ["code: ppdist/losses/boxes.py: ", "ppdist/x.py: absent"],
+    "versions": ["3.0.0 on rank 1"],
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_each_difference_is_refused_on_every_rank(name: str, told: list[dict[str, str]]) -> None:
+    first, second = (texts[name] for texts in told)
+    assert first == second and all(fact in first for fact in DIFFERENCES[name])
+
+
+def test_a_wrong_sum_is_refused_on_every_rank(told: list[dict[str, str]]) -> None:
+    assert all("4 instead of 3" in texts["sum"] for texts in told)
+
+
+@pytest.mark.parametrize(("name", "fact"), CHANGES.items())
+def test_data_that_differ_are_named_by_image_and_column(
+    name: str, fact: str, told: list[dict[str, str]]
 ) -> None:
     for texts in told:
-        assert f"train.epochs: 10.0 on rank 0 (host {HOST}); 11.0" in texts["config"]
-        assert f"command line: --eval: False on rank 0 (host {HOST}); True" in texts["command line"]
-        assert "code: ppdist/losses/boxes.py: " in texts["code"]
-        assert "ppdist/x.py: absent" in texts["code"]
-        assert "3.0.0 on rank 1" in texts["versions"]
-        assert "4 instead of 3" in texts["sum"]
-    alike = ("devices", "joining", "config", "command line", "code", "versions")
-    assert [told[0][name] for name in alike] == [told[1][name] for name in alike]
-    record_property("figure", f"{len(alike)} kinds of differences refused")
-
-
-def test_settings_that_hang_rendezvous_are_refused(told: list[dict[str, str]]) -> None:
-    for texts in told:
-        device = f"start: device: cpu on rank 0 (host {HOST}); gpu on rank 1 (host {HOST})\n"
-        assert device in texts["devices"]
-        bucket = f"distributed.bucket_mb: 25 on rank 0 (host {HOST}); 8 on rank 1"
-        assert bucket in texts["joining"]
-
-
-def test_data_that_differ_are_named_by_image_and_column(told: list[dict[str, str]]) -> None:
-    for texts in told:
-        box, classes, fewer, renamed = (texts[f"data: {name}"] for name in CHANGES[:4])
-        assert ".jpg: boxes: [[" in box
-        assert "the classes are" in classes
-        assert "4 and 3 images" in fewer
-        assert "other.jpg" in renamed
-
-
-def test_images_that_differ_are_named(told: list[dict[str, str]]) -> None:
-    for texts in told:
-        pixels, longer = (texts[f"data: {name}"] for name in CHANGES[4:])
-        for text in (pixels, longer):
-            assert f"rank 0 (host {HOST}) and rank 1" in text
-        assert "different content" in pixels
-        size = int(longer.partition(".jpg: ")[2].split()[0])
-        assert f".jpg: {size} bytes and {size + 1} bytes; put" in longer
+        text = texts[f"data: {name}"]
+        assert fact in text
+        assert name not in ("pixels", "longer") or f"rank 0 {HERE} and rank 1" in text
 
 
 def test_fact_order_is_ignored_script_is_compared(
