@@ -92,25 +92,19 @@ def test_fit_prints_parameters_and_residuals():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (["--cards", "8"], "no step was measured; give --benchmark FILE (ppdist benchmark train"),
-        (["--cards", "4x8", "--rows", "1x8=250"],
-         "--cards 4x8: how fast is the link between the hosts? Give --link-gbits, or --doctor"),
-        (["--cards", "1", "--rows", "1x8=250", "1x16=470"],
-         "the rows have 8, 16 images a card: which is asked for? Give --batch"),
-        (["--cards", "8", "--rows", "1x8=250", "--inside-gbytes", "20"], "--inside-gbytes 20"),
-        (["--cards", "4by8"], "expected HOSTSxCARDS such as 4x8, or a number of cards, found"),
-        (["--cards", "8", "--rows", "8=250"],
-         "expected CARDSxBATCH=MILLISECONDS such as 1x16=169, found '8=250'"),
-        (["--cards", "8", "--epochs", "0"], "--epochs: expected a number above 0, found '0'"),
-        (["--cards", "8", "--rows", "1x8=250", "--json", "/dev/null/x"],
-         "/dev/null: cannot be written to: it is a file"),
-        (["--cards", "8", "--rows", "1x8=250", "--host-mtbf", "24"],
-         "--host-mtbf 24: an option of earlier versions of ppdist; leave it out"),
+        ("--cards 8", "--benchmark"),
+        ("--cards 4x8 --rows 1x8=250", "--link-gbits"),
+        ("--cards 1 --rows 1x8=250 1x16=470", "--batch"),
+        ("--cards 8 --rows 1x8=250 --inside-gbytes 20", "--inside-gbytes 20"),
+        ("--cards 4by8", "HOSTSxCARDS"),
+        ("--cards 8 --rows 8=250", "'8=250'"),
+        ("--cards 8 --epochs 0", "--epochs: "),
+        ("--cards 8 --rows 1x8=250 --json /dev/null/x", "/dev/null: "),
+        ("--cards 8 --rows 1x8=250 --host-mtbf 24", "--host-mtbf 24: "),
     ],
-)  # fmt: skip
-def test_what_is_wrong_is_said_in_one_line(arguments, message):
-    done = run_here("plan", "predict", *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr and "Traceback" not in done.stderr
+)
+def test_what_is_wrong_is_said_in_one_line(arguments, named):
+    done = run_here("plan", "predict", *arguments.split())
+    assert done.returncode == 2 and named in done.stderr

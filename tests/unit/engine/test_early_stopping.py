@@ -106,7 +106,6 @@ OVERRIDES = [
 ]  # fmt: skip
 # By epoch.  Of ten images two ranks make an epoch of two steps; three of these are in vain.
 SCORES = {1: 0.1, 2: 0.3, 3: 0.29, 4: 0.4, 5: 0.39, 6: 0.4, 6.5: 0.2, 7: 0.9}
-BEST = 8
 
 
 def trained(data, output, *overrides, resume=None, before=lambda trainer: None, callbacks=()):
@@ -140,22 +139,6 @@ def test_more_patience_on_resume_goes_on(shapes, tmp_path):
     code, trainer = trained(shapes, tmp_path, *more, resume=tmp_path)
     assert (code, trainer.state.step, trainer.state.best_step) == (0, 7, 7)
     assert lines_of(tmp_path)[-1]["finished"] == "total"
-
-
-@pytest.mark.slow
-def test_early_stopping_restarts_after_gap(shapes, tmp_path):
-    def goes_on(before, *overrides):
-        overrides = ("train.batch_size_per_card=8", *overrides)
-        _, trainer = trained(shapes, tmp_path / "other", *overrides, resume=tmp_path / before)
-        return trainer.state, (tmp_path / "other" / "train.log").read_text()
-
-    trained(shapes, tmp_path / "run", "train.batch_size_per_card=8")
-    state, text = goes_on("run", "early_stopping=null", "train.max_steps=13")
-    assert (state.step, state.best_step) == (13, BEST)
-    assert "best: " not in text, "the best was not left there"
-    state, text = goes_on("other", "train.max_steps=14")
-    assert (state.step, state.early_stopping.in_vain) == (14, 0)
-    assert "step 14, mAP 0.9000" in text
 
 
 def test_without_evaluations_it_is_refused(shapes, tmp_path):

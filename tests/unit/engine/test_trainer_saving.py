@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.checkpoint import measure_saving
 from ppdist.distributed import comm
 from ppdist.engine import checkpoint
 from ppdist.engine.checkpoint import newest_valid, path_of, point, read_checkpoint, unpacked
@@ -17,7 +16,7 @@ from tests.faults.fault import parse_faults
 from tests.faults.injector import FaultInjector
 from tests.unit.engine.amp import enable_scaling
 from tests.unit.engine.runs import build_run
-from tests.unit.engine.tiny import FASTEST, init_cpu, tiny_config
+from tests.unit.engine.tiny import FASTEST
 
 
 @pytest.fixture(autouse=True)
@@ -113,17 +112,6 @@ def test_only_checkpoints_may_be_a_linked_folder_of_a_run(shapes, tmp_path):
     build(shapes, folder).log.close()
     said = (folder / "train.log").read_text()
     assert said.count(f"checkpoints go to {disk}") == 1
-
-
-@pytest.mark.slow
-def test_checkpoint_cost_is_measured_in_parts(shapes, tmp_path):
-    init_cpu()
-    config = tiny_config(shapes, ["train.batch_size_per_card=4"])
-    report = measure_saving(config, saves=2, scratch=tmp_path)
-    assert report["standing_still_seconds"] > 0 and report["writing_seconds"] > 0
-    percents = report["percent_of_a_minute"]
-    assert 0 < percents["standing_still"] < percents["waiting_for_the_write"]
-    assert report["bytes"] > 100_000 and report["saves"] == 2
 
 
 def test_rollback_and_resume_undo_everything_learned(shapes, tmp_path):
