@@ -65,7 +65,7 @@ def call_infer(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
         ("--source . --out .", "out_holds_source"),
         ("--source a.txt --out o", "not_a_picture"),
         ("--source empty --out o", "no_images"),
-        ("--source . --out theirs", "out_holds_source"),
+        ("--source . --out theirs", "out_not_ours"),
         ("--source a.jpg --out o", "option_missing"),
         ("--source a.jpg --out o --threshold 50", "option_invalid"),
         ("--source a.jpg --out o --model m -w x", "options_conflict"),

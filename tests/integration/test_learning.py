@@ -1,7 +1,5 @@
 """A detector learns: a few generated images by heart, through the whole road of a training run."""
 
-import json
-
 import pytest
 
 from ppdist.config.experiment import ExperimentConfig, load_config
@@ -12,6 +10,7 @@ from ppdist.engine.build import build_training
 from tests.errors import raises
 from tests.project import write_config
 from tests.unit.data.classified import CONFIG as CLASSIFIER
+from tests.unit.engine.runs import records
 
 # 8 images a step; the first two take 38 and 40 s of one core of an Intel Xeon at 2.8 GHz, D-FINE
 # some minutes.
@@ -55,8 +54,7 @@ def test_eight_images_are_learned_by_heart(detector, tmp_path):
     experiment = build_training(config, output_dir=out, evaluate=True, command=[])
     with experiment.log:
         assert experiment.trainer.fit() == 0
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    scores = [record for record in map(json.loads, lines) if "mAP" in record]
+    scores = [record for record in records(out) if "mAP" in record]
     assert [record["step"] for record in scores] == list(range(50, epochs + 1, 50))
     assert scores[-1]["mAP"] > 0.9
     assert scores[-1]["mAP"] > scores[0]["mAP"]

@@ -9,6 +9,7 @@ import pytest
 from ppdist.data.datasets.synthetic import make_shapes
 from tests.distributed import run_on_ranks
 from tests.forked import THIRD_PARTY, exit_code_of, run_on_two_ranks, run_tool, succeeded
+from tests.unit.engine.runs import records
 
 pytestmark = pytest.mark.slow
 CONFIG = """
@@ -61,12 +62,8 @@ def train(folder: str) -> int:
     return exit_code_of("train", "-c", f"{folder}/cfg.yml", "--eval")
 
 
-def records(project: Path) -> list[dict]:
-    return [json.loads(line) for line in (project / "out/metrics.jsonl").read_text().splitlines()]
-
-
 def test_two_ranks_train_parts_of_another_package(project: Path) -> None:
-    written = records(project)
+    written = records(project / "out")
     assert written[0]["derived"]["ranks"]["value"] == 2
     losses = [each for each in written if "loss_iou" in each and "mAP" not in each]
     assert [each["step"] for each in losses] == [1, 2, 3, 4, 5, 6]
@@ -88,7 +85,7 @@ def test_checkpoint_of_another_package_is_read_again(project: Path) -> None:
     refused = run_tool("eval", *options, packages=THIRD_PARTY)
     assert refused.returncode == 2 and "--trust-plugins" in refused.stderr
     succeeded(run_tool("eval", *options, "--trust-plugins", packages=THIRD_PARTY))
-    (last,) = [each for each in records(project) if each["step"] == 6 and "mAP" in each]
+    (last,) = [each for each in records(project / "out") if each["step"] == 6 and "mAP" in each]
     assert json.loads((project / "eval.json").read_text())["mAP"] == pytest.approx(last["mAP"])
 
 
@@ -103,7 +100,7 @@ def test_fleetrun_resumes_and_export_follows(project: Path) -> None:
     config, run = project / "cfg.yml", {"packages": THIRD_PARTY}
     more = ("--resume", "--resume-changed", "-o", "train.epochs=4")
     succeeded(run_on_two_ranks(project, "train", "-c", config, "--eval", *more, **run))
-    assert [each["step"] for each in records(project) if "mAP" in each] == [2, 4, 6, 8]
+    assert [each["step"] for each in records(project / "out") if "mAP" in each] == [2, 4, 6, 8]
     saved, out = project / "out/checkpoints/last", project / "exported"
     printed = succeeded(run_tool("export", "-c", config, "-w", saved, "--out", out, **run))
     assert "paddle: equals eager" in printed

@@ -16,6 +16,7 @@ from ppdist.metrics.coco import METRICS
 from tests.distributed import run_on_ranks
 from tests.forked import exit_code_of, run_on_two_ranks, run_tool, succeeded
 from tests.project import TINY_PPYOLOE, write_config
+from tests.unit.engine.runs import records
 
 STEPS, ALONE = 24, 22  # epochs of CONFIG: one rank makes the first ones, and two the others
 CONFIG = """
@@ -75,17 +76,12 @@ def weights(project: Path) -> Path:
     return project / "out" / "checkpoints" / f"step-{STEPS:08d}"
 
 
-def records(project: Path) -> list[dict[str, float]]:
-    lines = (project / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def test_training_leaves_all_its_steps_and_scores(project: Path) -> None:
     out = project / "out"
     environment = json.loads((out / "environment.json").read_text())
     assert environment["ranks"] == 2 and environment["command"][0].endswith("train.py")
     assert f"after step {ALONE}" in (out / "train.log").read_text(encoding="utf-8")
-    written = records(project)
+    written = records(project / "out")
     assert [r["step"] for r in written if "loss" in r] == list(range(1, STEPS + 1))
     assert [r["step"] for r in written if "mAP" in r] == [ALONE, STEPS]
     assert (out / "checkpoints" / "best").is_symlink()
@@ -102,7 +98,7 @@ def test_eval_writes_the_scores_of_two_ranks(
     of_class = rf"circle .* {max(metrics['AP/circle'], 0):.3f}\n"
     for row in (rf"mAP +. {metrics['mAP']:.4f}", of_class):
         assert re.search(row, evaluated.stdout), evaluated.stdout
-    last = [record for record in records(project) if "mAP" in record][-1]
+    last = [record for record in records(project / "out") if "mAP" in record][-1]
     assert [metrics[name] for name in METRICS] == pytest.approx([last[name] for name in METRICS])
     assert metrics["AR100"] > 0.1  # a run that learned nothing would make zeros agree
     assert json.loads((project / "evaluated" / "evaluation.json").read_text())["step"] == STEPS

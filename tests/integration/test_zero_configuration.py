@@ -20,6 +20,7 @@ from ppdist.engine.recipe import Recipe, write_recipe
 from ppdist.models import model_card
 from tests.errors import raises
 from tests.forked import run_on_two_ranks, succeeded
+from tests.unit.engine.runs import records
 
 NAMES = ("cat", "dog")
 SMALL = ("-o", "model.width_multiple=0.1", "data.workers=0", "log.visualdl=false", "log.images=0")
@@ -96,8 +97,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(folder: Path) -> list[object]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
+    found = records(folder)
     assert any("mAP" in each for each in found)
     return [each["loss"] for each in found if "loss" in each]
 

@@ -50,6 +50,14 @@ def run_to_end(data, output_dir, *overrides, **options):
     return experiment
 
 
+def train(data, output_dir, *overrides, before=lambda trainer: None, **options):
+    """Trains, after `before` got the trainer; returns the exit code and the trainer."""
+    experiment = build_run(data, output_dir, *overrides, **options)
+    with experiment.log:
+        before(experiment.trainer)
+        return experiment.trainer.fit(), experiment.trainer
+
+
 class AtStep(Callback):
     """Calls `action` when a step (from 0) begins, the first so many times."""
 
@@ -89,6 +97,16 @@ def weights(output_dir, group="model", link="last"):
 def records(output_dir, name="metrics.jsonl"):
     """What each line of a file holds."""
     return [json.loads(line) for line in (Path(output_dir) / name).read_text().splitlines()]
+
+
+def losses(output_dir):
+    """The loss by step."""
+    return {record["step"]: record["loss"] for record in records(output_dir) if "loss" in record}
+
+
+def said(output_dir):
+    """What a run has told."""
+    return (Path(output_dir) / "train.log").read_text(encoding="utf-8")
 
 
 def assert_same_checkpoint(*folders, link="last"):

@@ -31,7 +31,7 @@ from ppdist.engine.output_dirs import OutputDirs
 from ppdist.engine.resume import Start, resumed_micro_batches
 from tests.distributed import run_on_ranks
 from tests.errors import raises
-from tests.unit.engine.runs import run_to_end
+from tests.unit.engine.runs import losses, run_to_end, said
 from tests.unit.engine.tiny import init_cpu, tiny_config
 
 NEW = Start(ANEW, None, Path(), OutputDirs(Path()))
@@ -49,11 +49,6 @@ def settled(output):
     return yaml.safe_load((Path(output) / "config.yml").read_text())["train"]
 
 
-def losses(output):
-    records = map(json.loads, (Path(output) / "metrics.jsonl").read_text().splitlines())
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
-
-
 @pytest.mark.slow
 def test_auto_batch_is_trained_and_kept_on_resume(shapes, tmp_path, monkeypatch):
     small = ("train.auto_batch_most=3", "train.max_steps=4")
@@ -61,8 +56,7 @@ def test_auto_batch_is_trained_and_kept_on_resume(shapes, tmp_path, monkeypatch)
     assert first.trainer.schedule.batch_size_per_card == 3
     assert first.trainer.schedule.total_batch == 3
     assert settled(tmp_path / "whole")["batch_size_per_card"] == 3
-    text = (tmp_path / "whole" / "train.log").read_text()
-    assert "auto is 3: " in text
+    assert "auto is 3: " in said(tmp_path / "whole")
 
     def never(*_, **__):
         raise AssertionError("looked for a batch")
@@ -73,8 +67,7 @@ def test_auto_batch_is_trained_and_kept_on_resume(shapes, tmp_path, monkeypatch)
     again = train(shapes, tmp_path / "parts", "train.max_steps=4", resume=True)
     assert again.trainer.schedule.batch_size_per_card == 3
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    text = (tmp_path / "parts" / "train.log").read_text()
-    assert "auto is 3, " in text
+    assert "auto is 3, " in said(tmp_path / "parts")
     with raises("resume_batch_differs"):
         train(shapes, tmp_path / "parts", "train.total_batch=9", resume=True)
 
@@ -114,8 +107,8 @@ def test_ranks_train_with_smallest_fitting_batch(shapes, tmp_path):
     more = ("model.image_size=[384,384]", "train.sync_bn=true")
     wide, narrow = on_two(shapes, tmp_path, [8192, 640], *more)
     assert wide == narrow == [1, 2, 2], f"{wide}, {narrow}"
-    assert "address space (ulimit -v)" in (tmp_path / "train.log").read_text()
-    assert "of rank 1 (host " in (tmp_path / "train.log").read_text()
+    assert "address space (ulimit -v)" in said(tmp_path)
+    assert "of rank 1 (host " in said(tmp_path)
     assert len(losses(tmp_path)) == 2
 
 

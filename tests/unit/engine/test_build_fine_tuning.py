@@ -5,7 +5,6 @@ import shutil
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from ppdist.common.errors import CheckpointError
 from ppdist.common.manifest import CARD_NOTE
@@ -13,7 +12,8 @@ from ppdist.config.experiment import config_warnings
 from ppdist.models.model_card import AGPL, read_card
 from ppdist.models.weights import read_arrays, write_arrays
 from tests.errors import raises
-from tests.unit.engine.runs import run_to_end
+from tests.unit.engine.runs import losses, records, run_to_end, said
+from tests.unit.engine.runs import weights as arrays
 from tests.unit.engine.tiny import tiny_config
 
 OVERRIDES = (
@@ -27,19 +27,6 @@ TUNED = ("train.freeze=3", "optimizer.layer_decay=0.7", GROUPS)
 
 def run(data, output_dir, *overrides, **options):
     return run_to_end(data, output_dir, *OVERRIDES, *overrides, **options)
-
-
-def arrays(output_dir, group="model", link="last"):
-    return load_file(output_dir / "checkpoints" / link / f"{group}.safetensors")
-
-
-def said(output_dir):
-    return (output_dir / "train.log").read_text()
-
-
-def losses(output_dir):
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +150,7 @@ def test_subset_run_cannot_resume_with_other_images(shapes, tmp_path):
         evaluate=True)  # fmt: skip
     assert "data.train.limit: 5 of 10" in said(tmp_path)
     assert "data.val.limit: 2 of 5" in said(tmp_path)
-    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    record = records(tmp_path)[0]
     assert record["derived"]["steps_per_epoch"]["value"] == 2  # five images, four a step
     with pytest.raises(CheckpointError, match=r"data\.train\.limit: 5 then, 6 now"):
         run(shapes, tmp_path, "data.train.limit=6", resume=tmp_path)

@@ -11,6 +11,7 @@ from ppdist.distributed import comm
 from ppdist.engine import data
 from ppdist.engine.build import build_training
 from tests.distributed import run_on_ranks
+from tests.unit.engine.runs import records
 from tests.unit.engine.tiny import FASTEST, tiny_config
 
 UNCHECKED = (
@@ -76,8 +77,7 @@ def test_bad_images_up_to_limit_are_replaced(tmp_path, record_property, monkeypa
     monkeypatch.setattr(data, "BAD_SHARE", 0.3)
     write_shapes(tmp_path, damaged=3)
     assert train(tmp_path, tmp_path / "run") == ("", 3)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert any('"bad_images": 3' in line for line in lines)
+    assert any(record.get("bad_images") == 3 for record in records(tmp_path / "run"))
     record_property("figure", "3 of 3 replaced and counted")
 
 

@@ -12,7 +12,7 @@ from ppdist.config.parse import parse_config
 from ppdist.config.train import EarlyStoppingConfig
 from ppdist.engine.early_stopping import EarlyStopping, EarlyStoppingState, LossCurves
 from tests.errors import raises
-from tests.unit.engine.runs import build_run
+from tests.unit.engine.runs import build_run, records, train
 from tests.unit.engine.tiny import FASTEST
 
 
@@ -60,9 +60,9 @@ def test_the_reason_names_the_best_and_its_step():
 def warned_after(pairs):
     """After which evaluations there was a warning, and the first; saved and restored at times."""
     curves, found = LossCurves(), []
-    for number, (train, val) in enumerate(pairs, start=1):
-        curves.trained(train + 0.5)
-        curves.trained(train - 0.5)
+    for number, (training, val) in enumerate(pairs, start=1):
+        curves.trained(training + 0.5)
+        curves.trained(training - 0.5)
         warning = curves.evaluated(val)
         if number % 7 == 0:
             curves = LossCurves(**json.loads(json.dumps(asdict(curves))))
@@ -72,9 +72,9 @@ def warned_after(pairs):
 
 
 def test_overfitting_warns_once_when_losses_diverge():
-    train = [3.0 - 0.05 * n for n in range(40)]
+    training = [3.0 - 0.05 * n for n in range(40)]
     val = [3.0 - 0.05 * n if n < 15 else 2.3 + 0.04 * (n - 15) for n in range(40)]
-    found = warned_after(zip(train, val))
+    found = warned_after(zip(training, val))
     assert len(found) == 1 and 25 <= found[0][0] <= 32
     assert "over-fitting: in the last" in found[0][1] and "early_stopping" in found[0][1]
 
@@ -83,14 +83,14 @@ def test_overfitting_warns_once_when_losses_diverge():
 def test_over_fitting_is_not_warned_of_when(kind):
     rng = np.random.default_rng(0)
     falling = np.linspace(4, 1, 100)
-    train, val = {
+    training, val = {
         "both fall": (falling, falling + 1),
         "noise": (falling, 2 + 0.06 * rng.normal(size=100)),
         "both rise": (falling[::-1], falling[::-1] + 1),  # a loss that gets another assignment
         "one bad evaluation": (falling, np.where(np.arange(100) % 10 == 5, 9.0, 2.0)),
         "nan": (falling, np.full(100, np.nan)),
     }[kind]
-    assert not warned_after(zip(train.tolist(), val.tolist()))
+    assert not warned_after(zip(training.tolist(), val.tolist()))
 
 
 def test_ten_noisy_evaluations_are_no_overfitting():
@@ -108,27 +108,20 @@ OVERRIDES = [
 SCORES = {1: 0.1, 2: 0.3, 3: 0.29, 4: 0.4, 5: 0.39, 6: 0.4, 6.5: 0.2, 7: 0.9}
 
 
-def trained(data, output, *overrides, resume=None, before=lambda trainer: None, callbacks=()):
+def trained(data, output, *overrides, resume=None):
     """Exit code and trainer of a run whose evaluations score as above."""
-    experiment = build_run(
-        data, output, *OVERRIDES, *overrides,
-        model=FASTEST, evaluate=True, resume=resume, callbacks=callbacks,
-    )  # fmt: skip
-    trainer = experiment.trainer
-    inner = trainer.evaluations.evaluator.evaluate
 
-    def evaluate(*arguments):
-        epochs = trainer.state.step / trainer.schedule.steps_per_epoch
-        return {**inner(*arguments), "mAP": SCORES[epochs]}
+    def score(trainer):
+        inner = trainer.evaluations.evaluator.evaluate
 
-    trainer.evaluations.evaluator.evaluate = evaluate
-    with experiment.log:
-        before(trainer)
-        return trainer.fit(), trainer
+        def evaluate(*arguments):
+            epochs = trainer.state.step / trainer.schedule.steps_per_epoch
+            return {**inner(*arguments), "mAP": SCORES[epochs]}
 
+        trainer.evaluations.evaluator.evaluate = evaluate
 
-def lines_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    own = [*OVERRIDES, *overrides]
+    return train(data, output, *own, model=FASTEST, evaluate=True, resume=resume, before=score)
 
 
 @pytest.mark.slow
@@ -138,7 +131,7 @@ def test_more_patience_on_resume_goes_on(shapes, tmp_path):
     more = (*epochs_of_one_step, "early_stopping.patience=3", "train.max_steps=7")
     code, trainer = trained(shapes, tmp_path, *more, resume=tmp_path)
     assert (code, trainer.state.step, trainer.state.best_step) == (0, 7, 7)
-    assert lines_of(tmp_path)[-1]["finished"] == "total"
+    assert records(tmp_path)[-1]["finished"] == "total"
 
 
 def test_without_evaluations_it_is_refused(shapes, tmp_path):

@@ -10,19 +10,25 @@ import pytest
 
 from ppdist.common.errors import is_out_of_memory
 from ppdist.common.job import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
-from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.distributed.paddle_api import normalise_by_running, running_statistics
-from ppdist.engine.build import build_training
-from ppdist.engine.continuation import Continuation
 from ppdist.engine.policies import rollback
 from ppdist.engine.policies.memory import parts_of
 from ppdist.engine.policies.replicas import trusted
 from ppdist.engine.precision import Precision
 from tests.distributed import run_on_ranks
 from tests.errors import raises
-from tests.unit.engine.runs import assert_same_checkpoint, at_step, records, spoil, weights
-from tests.unit.engine.tiny import FASTEST, tiny_config
+from tests.unit.engine.runs import (
+    assert_same_checkpoint,
+    at_step,
+    losses,
+    records,
+    said,
+    spoil,
+    train,
+    weights,
+)  # fmt: skip
+from tests.unit.engine.tiny import FASTEST, init_cpu
 
 OVERRIDES = (
     "train.batch_size_per_card=4", "train.epochs=4", "log.every_steps=1",
@@ -32,27 +38,9 @@ OVERRIDES = (
 # ten images: three steps an epoch on one rank, two on two
 
 
-def train(
-    shapes, folder, *overrides, before=lambda trainer: None, resume=False, changed=False,
-    evaluate=False,
-):  # fmt: skip
-    """A run in this process; `before` gets the trainer.  Returns the trainer, when it is done."""
-    experiment = build_training(
-        tiny_config(Path(shapes), [*OVERRIDES, *overrides], FASTEST),
-        output_dir=Path(folder),
-        evaluate=evaluate,
-        resume=Continuation(folder if resume else None, changed),
-        command=["test"],
-    )
-    with experiment.log:
-        before(experiment.trainer)
-        experiment.trainer.fit()
-    return experiment.trainer
-
-
-def alone(*arguments, **named):
-    comm.init("cpu", DistributedConfig())
-    return train(*arguments, **named)
+def alone(shapes, folder, *overrides, **options):
+    """A run on the ranks of this process; returns the trainer, when it is done."""
+    return train(shapes, folder, *OVERRIDES, *overrides, model=FASTEST, **options)[1]
 
 
 def out_of_memory(trainer, from_images=2, before=True):
@@ -100,12 +88,12 @@ def flip(trainer):
 
 def two_ranks(argument):
     """Every scenario in one pair of processes, because each start takes seconds."""
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     shapes, top, me = argument["shapes"], Path(argument["folder"]), comm.rank()
     found = {}
 
     def run(name, *overrides, before=lambda trainer: None, of=1, **options):
-        trainer = train(
+        trainer = alone(
             shapes,
             top / name,
             *overrides,
@@ -165,7 +153,7 @@ def ranks(shapes, tmp_path_factory):
 
 
 def log_of(ranks, name):
-    return (ranks[0] / name / "train.log").read_text()
+    return said(ranks[0] / name)
 
 
 def test_nan_step_is_skipped_and_several_roll_back(ranks):
@@ -199,12 +187,9 @@ def test_out_of_memory_rank_splits_steps_on_all(ranks):
         whole = weights(folder / "whole", link="step-00000006")
         for key, value in weights(folder / name).items():
             np.testing.assert_allclose(value, whole[key], rtol=1e-4, atol=1e-5, err_msg=key)
-        losses = [
-            [record["loss"] for record in records(folder / run) if "loss" in record]
-            for run in ("whole", name)
-        ]
-        assert losses[1] == pytest.approx(losses[0][:6], rel=1e-5) and len(losses[1]) == 6
-        assert losses[1][:4] == losses[0][:4]
+        made = [[*losses(folder / run).values()] for run in ("whole", name)]
+        assert made[1] == pytest.approx(made[0][:6], rel=1e-5) and len(made[1]) == 6
+        assert made[1][:4] == made[0][:4]
     text = log_of(ranks, "memory")
     assert "step 5: rank 1" in text
     state = json.loads((folder / "memory/checkpoints/last/state.json").read_text())
@@ -303,7 +288,7 @@ def test_non_finite_images_leave_running_stats_equal(shapes, tmp_path, monkeypat
     alone(shapes, tmp_path, "train.max_steps=3", before=poison)
     for group in ("model", "ema"):
         assert all(np.isfinite(value).all() for value in weights(tmp_path, group).values())
-    assert "train.amp.dtype" in (tmp_path / "train.log").read_text()
+    assert "train.amp.dtype" in said(tmp_path)
 
 
 def test_skipped_step_keeps_weights(shapes, tmp_path, monkeypatch):
@@ -394,18 +379,18 @@ WAYS = {
 
 def go_back_in_every_way(argument):
     """As test_going_back..., on two ranks and for all that they keep besides weights."""
-    comm.init("cpu", DistributedConfig())
+    init_cpu()
     shapes, top = argument["shapes"], Path(argument["folder"])
     later, first = (
         lambda trainer, steps=steps: spoil(trainer, steps * comm.rank())
         for steps in ((4, 5, 6), (0, 1, 2))
     )  # rank 0 has none of them
     for name, overrides in WAYS.items():
-        train(shapes, top / name / "back", *overrides, before=later)
-        train(shapes, top / name / "resumed", *overrides, "train.max_steps=3")
-        train(shapes, top / name / "resumed", *overrides, before=halve, resume=True)
-        train(shapes, top / name / "start", *overrides, before=first)
-        train(shapes, top / name / "halved", *overrides, before=halve)
+        alone(shapes, top / name / "back", *overrides, before=later)
+        alone(shapes, top / name / "resumed", *overrides, "train.max_steps=3")
+        alone(shapes, top / name / "resumed", *overrides, before=halve, resume=True)
+        alone(shapes, top / name / "start", *overrides, before=first)
+        alone(shapes, top / name / "halved", *overrides, before=halve)
 
 
 def halve(trainer):

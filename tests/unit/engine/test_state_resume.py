@@ -22,7 +22,14 @@ from ppdist.engine.evaluator import Evaluator
 from ppdist.engine.output_dirs import OutputDirs
 from ppdist.engine.parts import EvaluationStopped
 from tests.errors import raises
-from tests.unit.engine.runs import assert_same_checkpoint, build_run, records, run_to_end
+from tests.unit.engine.runs import (
+    assert_same_checkpoint,
+    build_run,
+    losses,
+    records,
+    run_to_end,
+    said,
+)  # fmt: skip
 from tests.unit.engine.tiny import FASTEST, tiny_config
 
 # ten images in batches of four: three steps an epoch, nine in all
@@ -61,12 +68,8 @@ def output(five_steps, tmp_path):
     return shutil.copytree(five_steps, tmp_path / "output", symlinks=True)
 
 
-def said(output_dir):
-    return (output_dir / "train.log").read_text()
-
-
 def logged_steps(output_dir):
-    return [record["step"] for record in records(output_dir) if "loss" in record]
+    return [*losses(output_dir)]
 
 
 def steps_in(folder):

@@ -8,7 +8,7 @@ from ppdist.common.records import MetricRecords
 from ppdist.engine.clock import StepSeconds
 from ppdist.engine.step_sums import StepSums
 from ppdist.metrics.run import history
-from tests.unit.engine.runs import build_run, records, spoil
+from tests.unit.engine.runs import records, said, spoil, train
 from tests.unit.engine.tiny import FASTEST, step_result
 
 # ten images in batches of four: three steps an epoch
@@ -17,14 +17,8 @@ TIMES = {"seconds", "images_per_second", "data_share", "memory_gib"}
 SPEEDS = TIMES | {"time", "data_seconds", "step_seconds", "eval_seconds"}
 
 
-def train(data, folder, *overrides, before=lambda trainer: None, resume=False, **options):
-    """Trains; returns the exit code."""
-    experiment = build_run(
-        data, folder, *OVERRIDES, *overrides, model=FASTEST, resume=resume, **options
-    )
-    with experiment.log:
-        before(experiment.trainer)
-        return experiment.trainer.fit()
+def exit_code(data, folder, *overrides, **options):
+    return train(data, folder, *OVERRIDES, *overrides, model=FASTEST, **options)[0]
 
 
 def epochs_of(folder):
@@ -40,7 +34,7 @@ def numbers_of(folder, kind):
 def test_a_rollback_amid_an_epoch_leaves_nothing_of_what_it_undid(shapes, tmp_path):
     rules = ("train.bad_steps_limit=2", "checkpoint.every_steps=5", "log.every_steps=1")
     # Steps 7 and 8 (from 1) are not finite once; the run goes back to step 5, in epoch 2.
-    assert train(shapes, tmp_path, *rules, before=lambda trainer: spoil(trainer, (6, 7))) == 0
+    assert exit_code(shapes, tmp_path, *rules, before=lambda trainer: spoil(trainer, (6, 7))) == 0
     (rollback,) = MetricRecords.of(records(tmp_path)).rollbacks
     assert (rollback["returned_from_step"], rollback["step"]) == (8, 5)
     losses = [record["loss"] for record in numbers_of(tmp_path, "steps")]
@@ -64,11 +58,11 @@ def without_sums(folder):
 
 
 def test_a_checkpoint_without_sums_marks_its_epoch_as_partial(shapes, tmp_path):
-    assert train(shapes, tmp_path, "train.max_steps=5") == 0
+    assert exit_code(shapes, tmp_path, "train.max_steps=5") == 0
     without_sums(tmp_path)
-    assert train(shapes, tmp_path, resume=True) == 0
+    assert exit_code(shapes, tmp_path, resume=True) == 0
     assert [row.get("partial") for row in history(tmp_path)] == [None, True, None]
-    assert "epoch 2: its means" in (tmp_path / "train.log").read_text()
+    assert "epoch 2: its means" in said(tmp_path)
 
 
 def test_sums_of_other_groups_are_left_out():

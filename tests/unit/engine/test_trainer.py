@@ -8,7 +8,7 @@ import pytest
 from ppdist.models.model_card import read_card
 from ppdist.models.yolov5 import P5_ANCHORS, YOLOv5
 from tests.errors import raises
-from tests.unit.engine.runs import build_run, records, weights
+from tests.unit.engine.runs import records, said, train, weights
 from tests.unit.engine.tiny import FASTEST
 
 OVERRIDES = (
@@ -18,12 +18,9 @@ OVERRIDES = (
 # ten images in batches of four: three steps an epoch, the last one smaller
 
 
-def run(data, output_dir, *overrides, before=lambda trainer: None, model=FASTEST, **options):
-    """What `fit` returns; `before` gets the trainer."""
-    experiment = build_run(data, output_dir, *OVERRIDES, *overrides, model=model, **options)
-    with experiment.log:
-        before(experiment.trainer)
-        return experiment.trainer.fit()
+def run(data, output_dir, *overrides, model=FASTEST, **options):
+    """What `fit` returns."""
+    return train(data, output_dir, *OVERRIDES, *overrides, model=model, **options)[0]
 
 
 def test_a_run_leaves_what_the_contract_says(shapes, tmp_path):
@@ -55,8 +52,7 @@ def test_one_set_for_both_splits_is_a_warning(shapes, tmp_path):
     one = "data.val={images: images, annotations: annotations/instances_train.json}"
     for folder, overrides, evaluate in (("a", [one], True), ("b", [one], False), ("c", [], True)):
         run(shapes, tmp_path / folder, "train.max_steps=1", *overrides, evaluate=evaluate)
-        text = (tmp_path / folder / "train.log").read_text()
-        assert ("both data.train and data.val" in text) == (folder == "a")
+        assert ("both data.train and data.val" in said(tmp_path / folder)) == (folder == "a")
 
 
 def test_fitted_anchors_are_part_of_checkpoint(shapes, tmp_path, monkeypatch):
@@ -70,7 +66,7 @@ def test_fitted_anchors_are_part_of_checkpoint(shapes, tmp_path, monkeypatch):
     saved = weights(tmp_path)["head.anchors"] * np.float32([8, 16, 32])[:, None, None]
     np.testing.assert_array_equal(saved, before["anchors"])
     assert np.abs(saved - np.array(P5_ANCHORS)).max() > 1
-    assert "anchors fitted to them" in (tmp_path / "train.log").read_text()
+    assert "anchors fitted to them" in said(tmp_path)
     given = "model.anchors=[[[4,4],[5,5],[6,6]],[[8,8],[9,9],[10,10]],[[12,12],[14,14],[16,16]]]"
     run(shapes, tmp_path / "given", "train.max_steps=1", given, model="yolov5", before=note)
     assert before["anchors"][0, 0].tolist() == [4, 4]  # what the user gave stays

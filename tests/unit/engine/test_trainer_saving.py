@@ -3,19 +3,18 @@
 import os
 import time
 
-import numpy as np
 import pytest
 
 from ppdist.distributed import comm
 from ppdist.engine import checkpoint
-from ppdist.engine.checkpoint import newest_valid, path_of, point, read_checkpoint, unpacked
+from ppdist.engine.checkpoint import newest_valid, path_of, point, read_checkpoint
 from ppdist.engine.early_stopping import EarlyStoppingState
 from ppdist.engine.state import capture_state, restore_state
 from tests.errors import raises
 from tests.faults.fault import parse_faults
 from tests.faults.injector import FaultInjector
 from tests.unit.engine.amp import enable_scaling
-from tests.unit.engine.runs import build_run
+from tests.unit.engine.runs import assert_same_checkpoint, build_run, said, train
 from tests.unit.engine.tiny import FASTEST
 
 
@@ -24,33 +23,22 @@ def no_second_try(monkeypatch):
     monkeypatch.setattr(checkpoint, "_RETRY_SECONDS", ())
 
 
+# A run of 12 steps, three to an epoch, that saves after every third.
+OWN = ("train.batch_size_per_card=4", "train.epochs=4", "checkpoint.every_steps=3")
+
+
 def build(data, output_dir, *overrides, **options):
-    """A run of 12 steps, three to an epoch, that saves after every third."""
-    own = ["train.batch_size_per_card=4", "train.epochs=4", "checkpoint.every_steps=3"]
-    return build_run(data, output_dir, *own, *overrides, model=FASTEST, **options)
+    return build_run(data, output_dir, *OWN, *overrides, model=FASTEST, **options)
 
 
-def train(*arguments, before=lambda trainer: None, **options):
-    experiment = build(*arguments, **options)
-    with experiment.log:
-        before(experiment.trainer)
-        return experiment.trainer.fit()
+def exit_code(data, output_dir, *overrides, **options):
+    return train(data, output_dir, *OWN, *overrides, model=FASTEST, **options)[0]
 
 
 def final(output_dir):
     found, passed_over = newest_valid(output_dir / "checkpoints")
     assert found is not None and passed_over == []
     return found
-
-
-def assert_same(first, second):
-    assert first.state["step"] == second.state["step"]
-    for group in ("model", "ema", "optimizer"):
-        ours, theirs = (
-            unpacked(each.files[f"{group}.safetensors"], each.path) for each in (first, second)
-        )
-        assert ours.keys() == theirs.keys()
-        assert [key for key in ours if not np.array_equal(ours[key], theirs[key])] == []
 
 
 class FullDisk(FaultInjector):
@@ -71,24 +59,24 @@ class FullDisk(FaultInjector):
 @pytest.fixture(scope="module")
 def undisturbed(shapes, tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("undisturbed")
-    assert train(shapes, output_dir) == 0
-    return final(output_dir)
+    assert exit_code(shapes, output_dir) == 0
+    return output_dir
 
 
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     shapes, tmp_path, undisturbed, monkeypatch
 ):
     monkeypatch.setattr(os, "fsync", os.fsync)  # which the fault replaces
-    assert train(shapes, tmp_path, callbacks=[FullDisk(2, 3)]) == 0
-    assert_same(final(tmp_path), undisturbed)
-    said = (tmp_path / "train.log").read_text()
+    assert exit_code(shapes, tmp_path, callbacks=[FullDisk(2, 3)]) == 0
+    assert final(tmp_path).state["step"] == 12
+    assert_same_checkpoint(tmp_path, undisturbed)
     for step in (6, 9):
-        assert f"the checkpoint of step {step} was not written" in said
+        assert f"the checkpoint of step {step} was not written" in said(tmp_path)
 
 
 @pytest.mark.slow
 def test_resume_repairs_links_lost_to_kill(shapes, tmp_path):
-    assert train(shapes, tmp_path, "train.max_steps=6", evaluate=True) == 0
+    assert exit_code(shapes, tmp_path, "train.max_steps=6", evaluate=True) == 0
     folder = tmp_path / "checkpoints"
     best = read_checkpoint(folder / "best").state["best_step"]
     other = next(step for step in (3, 6) if step != best)
@@ -110,8 +98,7 @@ def test_only_checkpoints_may_be_a_linked_folder_of_a_run(shapes, tmp_path):
         build(shapes, folder)
     (folder / "plots").unlink()
     build(shapes, folder).log.close()
-    said = (folder / "train.log").read_text()
-    assert said.count(f"checkpoints go to {disk}") == 1
+    assert said(folder).count(f"checkpoints go to {disk}") == 1
 
 
 def test_rollback_and_resume_undo_everything_learned(shapes, tmp_path):
