@@ -15,23 +15,15 @@ from ppdist.engine.build import build_model
 from ppdist.models.model_card import read_card
 from ppdist.models.weights import load_all_weights, read_arrays
 from tests.errors import raises
+from tests.project import TINY_PPYOLOE, TINY_YOLOV5, write_config
 
 CONFIG = """
-data:
-  root: {folder}/data
-  train: {{annotations: annotations/instances_train.json}}
-  val: {{annotations: annotations/instances_val.json}}
-  workers: 0
-model: {{name: {name}, num_classes: 3, image_size: [64, 64]}}
-train: {{epochs: 2, batch_size_per_card: 2}}
-evaluate: {{batch_size_per_card: 3}}
-nms: {{score_threshold: 0.0, keep: 50}}
+train: {epochs: 2, batch_size_per_card: 2}
+evaluate: {batch_size_per_card: 3}
+nms: {score_threshold: 0.0, keep: 50}
 """
-MODELS = {
-    "ppyoloe": "ppyoloe, depth_multiple: 0.33, width_multiple: 0.125",
-    "yolov5": "yolov5, size: n, width_multiple: 0.0625",
-}
-QUERIES = {"dfine": "rtdetr, variant: dfine, size: n, queries: 20"}
+DFINE = {"name": "rtdetr", "variant": "dfine", "size": "n", "queries": 20}
+MODELS = {"ppyoloe": TINY_PPYOLOE, "yolov5": TINY_YOLOV5, "dfine": DFINE}
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +31,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """data/ of 5 + 5 images, and of each model NAME.yml and three files of fresh weights."""
     folder = tmp_path_factory.mktemp("ensemble")
     make_shapes(folder / "data", train=5, val=5, size=64, seed=0)
-    for name in MODELS:
+    for name in ("ppyoloe", "yolov5"):
         write_models(folder, name, 3)
     return folder
 
 
 def write_models(folder: Path, name: str, count: int) -> None:
     """NAME.yml and so many files of fresh weights."""
-    file = folder / f"{name}.yml"
-    described = (MODELS | QUERIES)[name]
-    file.write_text(CONFIG.format(folder=folder, name=described), encoding="utf-8")
+    file = write_config(folder, CONFIG, MODELS[name], name=f"{name}.yml")
     for seed in range(count):
         model = build_model(load_config(str(file), [f"seed={seed}"]))
         paddle.save(model.state_dict(), str(folder / f"{name}{seed}.pdparams"))

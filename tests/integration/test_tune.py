@@ -6,25 +6,18 @@ from pathlib import Path
 import pytest
 
 from tests.forked import run_tool, succeeded
+from tests.project import TINY_PPYOLOE, write_config
 from tests.unit.lab.tune.studies import seeds_of
-from tests.unit.tune.studies import seeds_of
 
 pytest.importorskip("optuna")
 
 EXPERIMENT = """
-data:
-  root: {folder}/data
-  train: {{annotations: annotations/instances_train.json}}
-  val: {{annotations: annotations/instances_val.json}}
-  workers: 0
-model: {{name: ppyoloe, depth_multiple: 0.33, width_multiple: 0.125, num_classes: 3,
-        image_size: [64, 64]}}
-loss: {{static_assigner_epochs: 1}}
-train: {{epochs: 4, batch_size_per_card: 4}}
-optimizer: {{lr: 0.001}}
-schedule: {{warmup_epochs: 0}}
-checkpoint: {{every_epochs: 1}}
-log: {{images: 0, every_steps: 1}}
+loss: {static_assigner_epochs: 1}
+train: {epochs: 4, batch_size_per_card: 4}
+optimizer: {lr: 0.001}
+schedule: {warmup_epochs: 0}
+checkpoint: {every_epochs: 1}
+log: {images: 0, every_steps: 1}
 """
 STUDY = """
 config: experiment.yml
@@ -38,7 +31,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("study")
     sizes = ["--train", 8, "--val", 4, "--size", 64]
     succeeded(run_tool("data", "synthetic", "--out", folder / "data", *sizes))
-    (folder / "experiment.yml").write_text(EXPERIMENT.format(folder=folder), encoding="utf-8")
+    write_config(folder, EXPERIMENT, TINY_PPYOLOE, name="experiment.yml")
     (folder / "study.yml").write_text(STUDY, encoding="utf-8")
     return folder
 

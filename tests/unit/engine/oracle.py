@@ -1,14 +1,16 @@
 """Five images, their batches, and models that know what is in them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import paddle
 
 from ppdist.config.evaluate import NMSConfig
 from ppdist.data.types import Batch, DetectionSet, ImageRecord
-from ppdist.engine.evaluator import Evaluator
+from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.models.base import Detector, ImageModel
+from tests.unit.data.classified import classified_set
 
 IMAGES, CLASSES = 5, 2
 HEIGHT, WIDTH = 32, 64  # input; originals are 320 x 256 (y, x), so the scales are 0.1 and 0.25
@@ -45,7 +47,7 @@ class Loader:
     Every pixel of image i is i, which is how the models below know what they look at.
     """
 
-    def __init__(self, dataset: DetectionSet, indices: list[int]) -> None:
+    def __init__(self, dataset: DetectionSet, indices: Sequence[int]) -> None:
         self.dataset = dataset
         self.indices = indices
 
@@ -110,7 +112,45 @@ class Oracle(SeesNumbers, Detector):
         return paddle.to_tensor(scores_BNC), paddle.to_tensor(boxes_BN4)
 
 
-def evaluator(indices=None, **options) -> Evaluator:
+def evaluator(indices=range(IMAGES), **options) -> Evaluator:
     dataset = five_images()
-    indices = list(range(IMAGES)) if indices is None else indices
     return Evaluator(dataset, Loader(dataset, indices), NMSConfig(), **options)
+
+
+class Damaged(Loader):
+    """The third image of the five cannot be read."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in super().__iter__():
+            index_B = batch.image_index_B.numpy()
+            if 2 not in index_B:
+                yield batch
+                continue
+            index_B = [index for index in index_B.tolist() if index not in (2, -1)]
+            others = next(iter(Loader(self.dataset, index_B or [-1])))
+            yield replace(others, bad_images={2: "cut short"})
+
+
+def damaged_evaluator(indices=range(IMAGES)) -> Evaluator:
+    dataset = five_images()
+    return Evaluator(dataset, Damaged(dataset, indices), NMSConfig())
+
+
+NAMES = tuple("abcdefg")
+
+
+class Lookup(SeesNumbers):
+    """Image i is of class i, which comes i-th: images 0 is right, 0 to 4 are among five."""
+
+    def __init__(self) -> None:
+        super().__init__(len(NAMES), 32)
+
+    def decode(self, outputs):
+        """Class c of image i: higher scores for smaller c, so that class i has i above it."""
+        scores_C = np.linspace(0.7, 0.1, len(NAMES)).astype(np.float32)
+        return paddle.to_tensor(np.repeat(scores_C[None], len(outputs), axis=0))
+
+
+def classification_evaluator(indices=range(IMAGES), **options) -> ClassificationEvaluator:
+    dataset = classified_set([*range(IMAGES)], NAMES)
+    return ClassificationEvaluator(dataset, Loader(dataset, indices), **options)

@@ -19,7 +19,6 @@ from ppdist.distributed import comm
 from ppdist.engine import auto_batch
 from ppdist.engine.auto_batch import (
     free_memory,
-    largest_divisor,
     max_objects,
     shared_batch,
 )
@@ -176,13 +175,6 @@ def test_what_needs_a_number_says_so(tmp_path):
 )
 def test_auto_takes_a_batch_that_ranks_can_share(total, world, most, spread, expected):
     assert shared_batch(total, world, most, spread) == expected
-
-
-@pytest.mark.parametrize(
-    ("number", "most", "expected"), [(32, 20, 16), (30, 20, 15), (7, 6, 1), (8, 100, 8), (5, 0, 1)]
-)
-def test_a_rank_deals_its_share_out_in_equal_parts(number, most, expected):
-    assert largest_divisor(number, most) == expected
 
 
 # Of a checkpoint of 2 ranks x 3 images: what the resumed run has on how many ranks, and what was

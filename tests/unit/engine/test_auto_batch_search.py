@@ -16,7 +16,6 @@ from ppdist.engine.auto_batch import (
     CARD,
     HOST,
     NO_MEMORY,
-    doublings,
     fits,
     largest_batch,
     search,
@@ -55,13 +54,29 @@ def line(batch):
     return 100 + 10 * batch
 
 
-def test_batch_doubles_up_to_what_the_last_two_say_fits():
-    made = Made(line, {HOST: 450})
-    assert search(made, {HOST: 450}, 64).images == 32  # 35 are not worth a trial
-    assert made.tried == [1, 2, 4, 8, 16, 32]
-    made = Made(line, {HOST: 540})
-    assert search(made, {HOST: 540}, 64).images == 44
-    assert made.asked[1:] == [[44]]  # in a process that begins with it
+def steeper(batch):
+    return line(batch) + (batch > 4) * batch**2
+
+
+# What a batch takes, the limit, of which batch a process dies, the largest of use; what is found,
+# and what each process is asked to try.
+DOUBLED = [1, 2, 4, 8, 16, 32, 64]
+SEARCHES = {
+    "35 are not worth a trial": (line, 450, None, 64, 32, [DOUBLED]),
+    "a process that begins with it": (line, 540, None, 64, 44, [DOUBLED, [44]]),
+    "no more than is of use": (line, 500, None, 12, 12, [[1, 2, 4, 8, 12]]),
+    "15 take 475, 16 take 516": (steeper, 500, None, 64, 15, [DOUBLED, [12], [14], [15]]),
+    "a death halves the distance": (line, 10**6, 20, 64, 20, [DOUBLED, [24], [20], [22]]),
+    "a death in small batches": (line, 10**6, 2, 64, 2, [DOUBLED, [3]]),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_processes_are_asked_for_what_may_fit(name):
+    takes, limit, dies_above, most, images, asked = SEARCHES[name]
+    made = Made(takes, {HOST: limit}, dies_above)
+    assert search(made, {HOST: limit}, most).images == images
+    assert made.asked == asked
 
 
 def test_gaps_in_the_first_process_do_not_lower_the_batch():
@@ -75,14 +90,6 @@ def test_gaps_in_the_first_process_do_not_lower_the_batch():
     assert search(trial, {HOST: 10_000}, 24).images == 24
 
 
-def test_no_more_is_tried_than_is_of_use():
-    made = Made(line, {HOST: 500})
-    found = search(made, {HOST: 500}, 12)
-    assert found.images == 12
-    assert made.asked == [[1, 2, 4, 8, 12]]
-    assert [doublings(most) for most in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
-
-
 def test_no_trial_is_made_that_the_last_two_say_would_not_fit():
     for limit in range(141, 1000, 7):
         for takes in (line, lambda batch: 100 + (40 if batch <= 4 else 10) * batch):
@@ -90,24 +97,6 @@ def test_no_trial_is_made_that_the_last_two_say_would_not_fit():
             images = search(made, {HOST: limit}, 64).images
             assert all(takes(batch) <= limit for batch in made.tried)
             assert images == max(made.tried)
-
-
-def test_memory_that_grows_faster_than_a_line_is_measured():
-    made = Made(lambda batch: line(batch) + (batch > 4) * batch**2, {HOST: 500})
-    assert search(made, {HOST: 500}, 64).images == 15  # 15 take 475, 16 take 516
-    assert made.tried == [1, 2, 4, 8, 16, 12, 14, 15]
-
-
-def test_a_process_that_dies_halves_the_distance():
-    made = Made(line, {HOST: 10**6}, dies_above=20)
-    assert search(made, {HOST: 10**6}, 64).images == 20
-    assert made.asked == [[1, 2, 4, 8, 16, 32, 64], [24], [20], [22]]
-
-
-def test_death_in_small_batches_keeps_earlier_ones():
-    made = Made(line, {HOST: 10**6}, dies_above=2)
-    assert search(made, {HOST: 10**6}, 64).images == 2
-    assert made.asked[1:] == [[3]]
 
 
 def test_every_kind_of_memory_limits():

@@ -179,11 +179,6 @@ def test_uncompared_features_have_no_adapters(teachers, tmp_path):
     assert "loss_distill_features" not in result.losses
 
 
-# --- ranks ---------------------------------------------------------------------------------------
-
-# --- messages ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("other", "said"),
     [

@@ -7,15 +7,12 @@ import paddle
 import pytest
 
 from ppdist.config.evaluate import NMSConfig
-from ppdist.data.types import DetectionSet
-from ppdist.distributed import comm
 from ppdist.distributed.paddle_api import running_statistics
 from ppdist.engine.evaluator import Evaluator, detect, in_eval_mode
 from ppdist.metrics.analysis import analyse
-from ppdist.metrics.coco import METRICS, evaluate_boxes
+from ppdist.metrics.coco import evaluate_boxes
 from ppdist.metrics.scored import left_out_line
 from ppdist.viz.run_pictures import EvaluationPictures, draw_detections
-from tests.distributed import run_on_ranks
 from tests.unit.engine.oracle import (
     CLASSES,
     HEIGHT,
@@ -24,27 +21,10 @@ from tests.unit.engine.oracle import (
     ZOOM,
     Loader,
     Oracle,
+    damaged_evaluator,
     evaluator,
     five_images,
 )
-from tests.unit.engine.tiny import init_cpu
-
-
-def on_ranks(argument):
-    """What both evaluations of uneven shards say; the error of an image that two ranks see."""
-    init_cpu()
-    share = list(range(IMAGES))[comm.rank() :: comm.world_size()]
-    under_test = evaluator(share)
-    detections = under_test.predict(Oracle(five_images()))
-    result = under_test.evaluate(Oracle(five_images()))
-    with pytest.raises(RuntimeError) as error:
-        evaluator([0, *share] if comm.rank() else share).predict(Oracle(five_images()))
-    return {"result": result, "detections": detections.tolist(), "twice": str(error.value)}
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    return run_on_ranks(2, "tests.unit.engine.test_evaluator:on_ranks")
 
 
 def test_boxes_are_original_pixels_within_image():
@@ -75,86 +55,33 @@ def test_fitness_counts_map_nine_times_as_much_as_map50(monkeypatch):
     assert result["fitness"] == pytest.approx(0.9 * 0.4 + 0.1 * 0.8)
 
 
-def test_two_ranks_with_uneven_shards_equal_one_rank(two_ranks):
-    alone = evaluator().evaluate(Oracle(five_images()))
-    detections = evaluator().predict(Oracle(five_images())).tolist()
-    first, second = two_ranks
-    assert first == second
-    assert first["detections"] == detections
-    names = [*METRICS, "AP/cat", "AP/dog"]
-    assert [first["result"][name] for name in names] == [alone[name] for name in names]
-
-
-def test_an_image_seen_by_two_ranks_is_an_error_on_both(two_ranks):
-    assert all("first /images/0.jpg (2 times)" in rank["twice"] for rank in two_ranks)
-
-
 def test_an_image_left_out_is_an_error_that_names_it():
     message = r"each of the 5 images once; 1 were not, first /images/4.jpg \(0 times\)"
     with pytest.raises(RuntimeError, match=message):
         evaluator([0, 1, 2, 3]).evaluate(Oracle(five_images()))
 
 
-class Damaged(Loader):
-    """The third image of the five cannot be read."""
-
-    def __iter__(self):
-        for batch in super().__iter__():
-            index_B = batch.image_index_B.numpy()
-            if 2 not in index_B:
-                yield batch
-                continue
-            index_B = [index for index in index_B.tolist() if index not in (2, -1)]
-            others = next(iter(Loader(self.dataset, index_B or [-1])))
-            yield replace(others, bad_images={2: "cut short"})
-
-
-def damaged_evaluator(indices):
-    return Evaluator(five_images(), Damaged(five_images(), indices), NMSConfig())
-
-
-def without_third() -> DetectionSet:
-    whole = five_images()
-    kept = [record for at, record in enumerate(whole.records) if at != 2]
-    return replace(whole, records=kept)
-
-
-def on_ranks_with_a_damaged_image(argument):
-    init_cpu()
-    under_test = damaged_evaluator(list(range(IMAGES))[comm.rank() :: comm.world_size()])
-    return under_test.evaluate(Oracle(five_images()))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_image_that_cannot_be_read_is_left_out_of_the_score(ranks, caplog):
-    if ranks == 1:
-        with caplog.at_level(logging.WARNING, "ppdist"):
-            under_test = damaged_evaluator(list(range(IMAGES)))
-            found = [under_test.evaluate(Oracle(five_images()))]
-        line = (
-            "1 of 5 images could not be read and is left out of the score: /images/2.jpg: cut short"
-        )
-        assert [record.getMessage() for record in caplog.records] == [line]
-        content = analyse(under_test.scored, under_test.results, step=1)
-        assert content["images"] == 4 and len(content["left_out"]) == 1
-        assert left_out_line(content) == line
-    else:
-        found = run_on_ranks(2, "tests.unit.engine.test_evaluator:on_ranks_with_a_damaged_image")
-    model = Oracle(five_images())
+def test_an_image_that_cannot_be_read_is_left_out_of_the_score(caplog):
+    under_test = damaged_evaluator()
+    with caplog.at_level(logging.WARNING, "ppdist"):
+        metrics = under_test.evaluate(Oracle(five_images()))
+    (record,) = caplog.records
+    content = analyse(under_test.scored, under_test.results, step=1)
+    assert content["images"] == 4 and len(content["left_out"]) == 1
+    assert left_out_line(content) == record.getMessage()
     rest = [0, 1, 3, 4]
-    others_R7 = Evaluator(five_images(), Loader(five_images(), list(range(IMAGES))), NMSConfig())
-    rows_R7 = others_R7.predict(model)
+    rows_R7 = evaluator().predict(Oracle(five_images()))
     rows_R7 = rows_R7[rows_R7[:, 0] != 2]
     rows_R7[:, 0] = [rest.index(int(at)) for at in rows_R7[:, 0]]
-    expected = evaluate_boxes(without_third(), rows_R7)
-    for metrics in found:
-        assert {name: metrics[name] for name in expected} == expected
-        assert metrics["left_out_images"] == 1
+    others = replace(five_images(), records=[five_images().records[at] for at in rest])
+    expected = evaluate_boxes(others, rows_R7)
+    assert {name: metrics[name] for name in expected} == expected
+    assert metrics["left_out_images"] == 1
 
 
 def test_boxes_that_are_given_twice_are_counted_beside_the_score():
     dataset = replace(five_images(), duplicates={1: 2, 2: 1})
-    under_test = Evaluator(dataset, Loader(dataset, list(range(IMAGES))), NMSConfig())
+    under_test = Evaluator(dataset, Loader(dataset, [*range(IMAGES)]), NMSConfig())
     metrics = under_test.evaluate(Oracle(dataset))
     assert metrics["duplicate_boxes"] == 3
     content = analyse(under_test.scored, under_test.results, step=1)

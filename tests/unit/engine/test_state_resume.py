@@ -229,18 +229,6 @@ def job(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.slow
-def test_restart_resumes_from_job_output_unprompted(shapes, job, tmp_path):
-    output = tmp_path / "output"
-    run(shapes, output, "train.max_steps=4")
-    experiment = build(shapes, output)  # the very command, which does not say --resume
-    with experiment.log:
-        assert experiment.trainer.state.step == 4
-        experiment.trainer.fit()
-    assert logged_steps(output) == [*range(1, 10)]
-    assert not (output / "old-1").exists()
-
-
 def test_restart_ignores_checkpoints_of_earlier_run(shapes, job, output):
     # The job's first attempt was killed before it could move them aside: nothing is noted.
     experiment = build(shapes, output)
@@ -277,26 +265,6 @@ def test_a_job_that_saved_nothing_knows_its_micro_batches(shapes, job, tmp_path,
     config = tiny_config(shapes, OVERRIDES, FASTEST)
     start = module.find_start(Continuation(AUTO), OutputDirs(tmp_path), config)
     assert start.snapshot is None and start.made_of == begun
-
-
-@pytest.mark.slow
-def test_checkpoints_that_are_away_are_waited_for(shapes, job, tmp_path, monkeypatch):
-    """Before, a job whose file system was not mounted yet began again at step 1."""
-    output, away = tmp_path / "output", tmp_path / "away"
-    run(shapes, output, "train.max_steps=4")
-    output.rename(away)
-    with raises("checkpoint_unreachable", "step 4", str(output)):
-        build(shapes, output, "distributed.timeout_seconds=1")
-    assert not (output / "metrics.jsonl").exists()
-
-    def mount(seconds):
-        shutil.rmtree(output, ignore_errors=True)
-        away.rename(output)
-
-    monkeypatch.setattr(time, "sleep", mount)
-    experiment = build(shapes, output)
-    experiment.log.close()
-    assert experiment.trainer.state.step == 4
 
 
 @pytest.mark.parametrize("sync_bn", [False, True])
@@ -364,25 +332,32 @@ def test_records_of_a_checkpoint_are_on_disk_before_it(shapes, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_newest_checkpoint_that_is_away_is_waited_for(shapes, job, tmp_path, monkeypatch):
-    """A file system of several hosts may show an older one first."""
+@pytest.mark.parametrize("newest", [False, True], ids=["all", "the newest"])
+def test_checkpoints_that_are_away_are_waited_for(newest, shapes, job, tmp_path, monkeypatch):
+    """A file system of several hosts is mounted late, or shows an older one first."""
     output, away = tmp_path / "output", tmp_path / "away"
-    own = "checkpoint.every_steps=2"
-    run(shapes, output, own, "train.max_steps=4")
-    newest = output / "checkpoints" / "step-00000004"
-    newest.rename(away)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    experiment = build(shapes, output, own, "distributed.timeout_seconds=0.4")
-    experiment.log.close()
-    assert experiment.trainer.state.step == 2
-    assert "skipped checkpoint" in said(output)
-    module.note_saved(4)
+    run(shapes, output, "train.max_steps=4")
+    missing = output / "checkpoints" / "step-00000004" if newest else output
+    missing.rename(away)
+    if newest:
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
+        experiment = build(shapes, output, "distributed.timeout_seconds=0.4")
+        experiment.log.close()
+        assert experiment.trainer.state.step == 2
+        assert "skipped checkpoint" in said(output)
+        module.note_saved(4)
+    else:
+        with raises("checkpoint_unreachable", "step 4", str(output)):
+            build(shapes, output, "distributed.timeout_seconds=1")
+        assert not (output / "metrics.jsonl").exists()
 
     def mount(seconds):
         if away.exists():
-            away.rename(newest)
+            shutil.rmtree(missing, ignore_errors=True)
+            away.rename(missing)
 
     monkeypatch.setattr(time, "sleep", mount)
-    experiment = build(shapes, output, own)
+    experiment = build(shapes, output)  # the very command, which does not say --resume
     experiment.log.close()
     assert experiment.trainer.state.step == 4
+    assert not (output / "old-1").exists()

@@ -69,19 +69,6 @@ def test_without_an_overlap_the_best_stay(keep: int, multi_label: bool) -> None:
     np.testing.assert_allclose(rows.numpy(), np.concatenate(best_first), atol=1e-6)
 
 
-def test_single_label_keeps_best_class_once() -> None:
-    scores = paddle.to_tensor([[[0.5, 0.9], [0.7, 0.6], [0.4, 0.4]]])
-    boxes = paddle.to_tensor([[[0.0, 0, 9, 9], [20, 0, 29, 9], [40, 0, 49, 9]]])
-    rows, _ = multiclass_nms(scores, boxes, NMSConfig(multi_label=False))
-    assert rows.numpy()[:, :3].tolist() == [  # of equal classes the first
-        [0, pytest.approx(0.7), 20],
-        [0, pytest.approx(0.4), 40],
-        [1, pytest.approx(0.9), 0],
-    ]
-    both, _ = multiclass_nms(scores, boxes, NMSConfig())
-    assert both.shape == [6, 6]
-
-
 @pytest.mark.parametrize("iou_threshold", [0.5, None])
 def test_a_score_at_the_threshold_does_not_pass(iou_threshold: float | None) -> None:
     scores = paddle.to_tensor([[[0.25], [0.5]]])
@@ -124,13 +111,3 @@ def test_a_saved_graph_suppresses_like_eager(
         got_rows, got_count = loaded(*tensors)
         assert got_count.tolist() == count.tolist()
         assert np.array_equal(got_rows.numpy(), rows.numpy())
-
-
-def test_nms_caps_predictions_at_keep_per_image() -> None:
-    # What an untrained model gives: every class of every place scores alike.
-    nms = NMSConfig(score_threshold=0.0, candidates=100, keep=50)
-    scores, boxes = random_predictions(images=2, count=2000, classes=20)
-    rows, count = multiclass_nms(
-        paddle.to_tensor(0.5 + 0.001 * scores), paddle.to_tensor(boxes), nms
-    )
-    assert count.tolist() == [50, 50] and rows.shape == [100, 6]
