@@ -47,11 +47,6 @@ def test_the_fleetrun_on_path_is_told_apart(
     assert finding.level == level and "python tools/launch.py" in finding.remedy
 
 
-def test_no_fleetrun_on_path_is_a_warning(tmp_path: Path) -> None:
-    assert whose_fleetrun(str(tmp_path)) == ("none", None)
-    assert doctor.check_fleetrun(str(tmp_path)).level == WARN
-
-
 def test_the_run_is_told_as_fleetrun_plans_it() -> None:
     found = {each.subject: each for each in doctor.check_plan(planned(f"--ips={A},{B}", machine()))}
     assert found["run"].found.startswith("host 1 of 2, 1 process on CPU")

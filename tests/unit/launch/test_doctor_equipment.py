@@ -46,12 +46,6 @@ def test_driver_is_read_from_both_kernel_modules(root: Path) -> None:
     assert doctor.driver_version(root / "nowhere") == ""
 
 
-def test_cuda_of_paddle_is_read_without_importing_it() -> None:
-    paddle = pytest.importorskip("paddle")
-    built_for = paddle.version.cuda()
-    assert doctor.cuda_of_paddle() == (built_for if str(built_for) != "False" else "")
-
-
 def test_hosts_are_compared_by_what_they_have(root: Path, tmp_path: Path) -> None:
     found = doctor.facts(machine(cards=2), {"GLOO_SOCKET_IFNAME": "eth1"}, root)
     found.pop("CUDA of Paddle", None)  # what is installed here

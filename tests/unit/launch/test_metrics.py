@@ -10,7 +10,7 @@ import pytest
 
 from ppdist.distributed import heartbeat
 from ppdist.launch import metrics, worker
-from ppdist.launch.metrics import METRICS, Measures, last_evaluation, newest_checkpoint
+from ppdist.launch.metrics import METRICS, Measures, last_evaluation
 from tests.unit.launch.hosts import ROOT
 from tests.unit.launch.measured import Ranks
 
@@ -69,13 +69,6 @@ def test_restarts_and_hangs_count_over_attempts(ranks: Ranks, tmp_path: Path) ->
     assert samples["ppdist_host_ranks"][0]["run"] == "demo"  # as long as nobody says otherwise
 
 
-def test_before_any_rank_began_the_host_has_numbers(tmp_path: Path) -> None:
-    found = Measures(tmp_path, pytest.fail).samples()
-    assert {name for name, _, _ in found} == {
-        "ppdist_host_ranks", "ppdist_host_restarts_total", "ppdist_host_stalls_total",
-    }  # fmt: skip
-
-
 def test_checkpoint_and_evaluation_are_read_from_files(ranks: Ranks, tmp_path: Path) -> None:
     output = tmp_path / "demo"
     ranks.say(0, "step", 20)
@@ -102,11 +95,6 @@ def test_checkpoint_and_evaluation_are_read_from_files(ranks: Ranks, tmp_path: P
     assert len([name for name in found if "evaluation{" in name]) == 1
     os.utime(orders)  # resumed from it a moment ago
     assert ranks.read()["ppdist_run_checkpoint_age_seconds"] < 15
-
-
-def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
-    (tmp_path / "step-x").mkdir()
-    assert newest_checkpoint(tmp_path) is newest_checkpoint(tmp_path / "none") is None
 
 
 def test_the_last_evaluation_is_read_from_the_end(

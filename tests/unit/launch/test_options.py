@@ -3,7 +3,7 @@
 import pytest
 
 from ppdist.common.errors import LaunchError
-from ppdist.launch.options import _REFUSED, STALE_VARIABLES, help_text, parse_options
+from ppdist.launch.options import _REFUSED, STALE_VARIABLES, parse_options
 from tests.errors import raises
 
 SCRIPT = ["tools/train.py", "-c", "cfg.yml"]
@@ -18,11 +18,6 @@ def test_every_name_form_and_list_of_cards_is_understood(name: str, form: str, v
     assert options.cards == value.strip("'\"")
     assert options.script == "tools/train.py"
     assert options.script_arguments == ("-c", "cfg.yml")
-
-
-def test_unquoted_list_with_spaces_is_one_list() -> None:
-    options = parse_options(["--selected_gpus", "0,", "1", ",2", "--ips", "A,", "B", *SCRIPT], {})
-    assert (options.cards, options.ips, options.script) == ("0,1,2", "A,B", "tools/train.py")
 
 
 @pytest.mark.parametrize(
@@ -147,14 +142,3 @@ def test_the_port_comes_from_option_or_variable(
     typed: list[str], environment: dict[str, str], port: int | None
 ) -> None:
     assert parse_options([*typed, *SCRIPT], environment).start_port == port
-
-
-def test_what_is_typed_wins_over_paddles_variables() -> None:
-    environment = {"PADDLE_NPROC_PER_NODE": "8", "PADDLE_IPS": "A,B", "PADDLE_DEVICES": "0-3"}
-    options = parse_options(["--nproc_per_node", "2", *SCRIPT], environment)
-    assert (options.processes, options.ips, options.cards) == (2, "A,B", "0-3")
-
-
-def test_help_lists_every_option() -> None:
-    for name in ("--selected_gpus", "--ips", "--start_port", "--max_restart", "--job_id", "--npus"):
-        assert name in help_text()

@@ -61,14 +61,6 @@ def test_late_host_awaited_and_named_on_every_host(monkeypatch) -> None:
     )
 
 
-@pytest.mark.slow
-def test_the_first_host_that_is_late_is_named_too(monkeypatch) -> None:
-    monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.4)
-    hosts = met(host(B), host(A), pause=1.0)
-    assert [each.error for each in hosts] == ["", ""]
-    assert "still waiting for 1 of 2 hosts on port " in "\n".join(hosts[0].said)
-
-
 def test_many_missing_hosts_are_one_short_line() -> None:
     hosts = tuple(f"127.0.3.{each}" for each in range(1, 101))
     (first,) = met(host(hosts[0], hosts), seconds=0.7)
@@ -114,11 +106,6 @@ def test_at_the_start_others_wait_for_a_command_typed_anew(again: str) -> None:
     for each in sorted(hosts, key=lambda each: each.handshake.is_first):
         each.end()
     assert [each.error for each in hosts] == ["", "stopped", ""]
-
-
-def test_two_hosts_that_begin_ips_with_themselves_both_say_so() -> None:
-    for each in met(host(A, (A, B)), host(B, (B, A))):
-        assert each.code == "hosts_differ" and "--ips: " in each.error
 
 
 @pytest.mark.parametrize("wrong", [(B, A, C), (C, B, A)], ids=["calls another", "is hub itself"])
@@ -200,20 +187,6 @@ def test_a_name_that_means_another_address_at_the_hub_does() -> None:
     hosts = met(*(host(own, view, names=NAMES) for own, view in views.items()))
     assert [each.error for each in hosts] == ["", "", ""]
     assert {each.channel.hosts for each in hosts if each.channel} == {(A, B, C)}
-
-
-def test_a_name_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have come back, and neither has the other's address yet."""
-    monkeypatch.setattr(rendezvous, "_LOOK_UP_SECONDS", 0.2)
-    port = free_port()
-    hosts = [Host(host(A, (A, OLD), names=NAMES[:2]), port), Host(host(B, (OLD, B)), port)]
-    hosts[1].handshake = replace(hosts[1].handshake, names=NAMES[:2])
-    hosts[0].resolve = hosts[1].resolve = dict(zip(NAMES, (A, B))).get
-    for each in hosts:
-        each.start()
-    for each in hosts[::-1]:
-        each.end()
-    assert [each.error for each in hosts] == ["", ""]
 
 
 def test_an_old_address_in_another_run_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,14 +40,6 @@ def started(*members: Host) -> tuple[Host, ...]:
     return members
 
 
-def test_hosts_of_one_token_meet() -> None:
-    port = free_port()
-    members = started(*(Host(host(own), port, token=TOKEN) for own in (A, B)))
-    finished(*members)
-    assert [each.error for each in members] == ["", ""]
-    assert len({each.channel.nonce for each in members if each.channel is not None}) == 1
-
-
 @pytest.mark.parametrize("others", ["", pytest.param("another", marks=pytest.mark.slow)])
 def test_a_host_without_the_token_is_refused(others: str) -> None:
     port = free_port()
@@ -70,15 +62,6 @@ def ends(own: str, other: str) -> tuple[Connection, Connection]:
     for each in (calls, called, calls):
         assert each.receive() == []
     return called, calls
-
-
-@pytest.mark.parametrize("token", ["", TOKEN])
-def test_lines_between_hosts_of_one_token_arrive(token: str) -> None:
-    called, calls = ends(token, token)
-    for one, other in ((called, calls), (calls, called)):
-        for number in range(3):
-            one.send({"type": "x", "number": number})
-        assert [each["number"] for each in other.receive()] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("own", "other"), [(TOKEN, ""), ("", TOKEN), (TOKEN, TOKEN + "r")])

@@ -334,12 +334,6 @@ def test_a_worker_that_cannot_begin_is_named(job) -> None:
     assert ended.errors.endswith("SystemExit: no room left\n")
 
 
-@slow
-def test_a_rank_that_ends_well_leaves_others_alone(job) -> None:
-    running = job("heartbeat.beat('end')\nif rank == 0: time.sleep(5)\n")
-    assert running.host.ended().code == 0
-
-
 def test_rank_processes_found_by_their_environment(tmp_path: Path) -> None:
     tmp_path /= os.fsdecode(b"not UTF-8 \xff")
     variables = {"PPDIST_EXIT_DIR": str(tmp_path), "PADDLE_TRAINER_ID": "3"}

@@ -68,11 +68,6 @@ def test_a_name_is_waited_for_and_that_is_said_at_once() -> None:
     )
 
 
-def test_an_old_name_is_waited_for() -> None:
-    said = waited("pod-0,pod-1", B, Names(pod_0=[A], pod_1=[OLD, OLD, B]))
-    assert said and said[0].startswith(f"--host {B} is not among --ips {A}, {OLD}")
-
-
 def test_name_never_resolved_is_error_in_the_end() -> None:
     with raises("ips_not_settled", "pod-1 has no IPv4 address", "0.05"):
         waited("pod-0,pod-1", None, Names(pod_0=[A]), 0.05)

@@ -201,15 +201,6 @@ def test_a_hang_in_the_first_steps_is_found(host, step) -> None:
     assert ranks.wait(20).startswith("rank 0 (host ")
 
 
-def test_a_hang_after_a_checkpoint_is_found(host) -> None:
-    ranks = host(1)
-    ranks.train(5, 1.0)
-    ranks.beat(0, "save", step=6)
-    assert ranks.wait(TIMEOUT - 10) == ""
-    ranks.beat(0, step=6)
-    assert ranks.wait(LIMIT + 10).startswith("rank 0 ")
-
-
 def test_a_rank_stopped_before_its_first_beat_is_named(host) -> None:
     ranks = host(2)
     ranks.beat(1, "start", collectives=1, place="barrier ppdist/store")

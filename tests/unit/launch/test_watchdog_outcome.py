@@ -10,7 +10,7 @@ import pytest
 
 from ppdist.common.errors import Failure, LaunchError, StorageError, UserError, failure_of
 from ppdist.launch import worker
-from ppdist.launch.outcome import Attempt, Outcome, RankEnd, judge
+from ppdist.launch.outcome import Attempt, Outcome, judge
 from tests.unit.launch.beats import write_beat
 
 TERM = -signal.SIGTERM
@@ -61,16 +61,6 @@ def test_all_done_is_0_and_all_stopped_is_75(tmp_path: Path) -> None:
 def test_wrong_input_wins_over_what_killed_its_peers(tmp_path: Path) -> None:
     outcome = ended(tmp_path, (1, 3.0, 1, GLOO), (2, 2.0, 2, wrong("no such file")), (TERM, 4.0))
     assert outcome == Outcome(2, "error: no such file [any]")
-
-
-def test_wrong_input_wins_over_an_earlier_crash(tmp_path: Path) -> None:
-    outcome = ended(tmp_path, (1, 1.0, 1, crash("boom")), (2, 9.0, 2, wrong("no such file")))
-    assert outcome == Outcome(2, "error: no such file [any]")
-
-
-def test_the_same_message_of_every_rank_is_said_once(tmp_path: Path) -> None:
-    outcome = ended(tmp_path, (2, 1.0, 2, wrong("unknown key")), (2, 1.1, 2, wrong("unknown key")))
-    assert outcome == Outcome(2, "error: unknown key [any]")
 
 
 def test_ranks_told_of_a_failure_do_not_change_it(tmp_path: Path) -> None:
@@ -192,12 +182,6 @@ def test_other_hosts_get_what_only_this_terminal_shows(tmp_path: Path) -> None:
     assert outcome.told.endswith("its output is on the terminal there\nTraceback: boom")
     assert (outcome.is_consequence, outcome.time) == (False, 5.0)
     assert ended(tmp_path, (1, 1.0, 1, GLOO), (TERM, 2.0)).is_consequence
-
-
-def test_signals_have_names_in_messages() -> None:
-    nothing = Failure("", "", "")
-    assert RankEnd(1, 1, -signal.SIGSEGV, nothing, 0.0).how == "was killed by SIGSEGV"
-    assert "out of memory" in RankEnd(1, 1, -signal.SIGKILL, nothing, 0.0).how
 
 
 def test_storage_that_is_away_blames_no_step(tmp_path: Path) -> None:
