@@ -100,7 +100,7 @@ class TrackerProcess(MetricWriter):
         command = python("from ppdist.common.trackers import main; main()")
         with open_own(run.folder / _LOG_FILE, "ab") as output:
             # Not tied to this process: it writes what it has when its input ends.
-            self._process = start(
+            self.process = start(
                 command, stdin=PIPE, stdout=output, stderr=output, env=environment, ends_by=0
             )
         self._latest = math.inf  # when to be closed, by time.monotonic()
@@ -146,10 +146,10 @@ class TrackerProcess(MetricWriter):
         limited = max(self._latest, self._closes + _STOPPED_SECONDS)
         last = min(self._closes + _CLOSE_SECONDS, limited)
         try:
-            code = self._process.wait(max(0.0, last - time.monotonic()))
+            code = self.process.wait(max(0.0, last - time.monotonic()))
         except TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
             raise RuntimeError(
                 f"it did not finish within {last - self._closes:.2g} s of the end and was "
                 f"stopped; see {self._folder / _LOG_FILE}"
@@ -161,7 +161,7 @@ class TrackerProcess(MetricWriter):
         if self._off:
             return
         trouble = ""
-        if self._process.poll() is not None:
+        if self.process.poll() is not None:
             trouble = self._why()
         elif self._pipe.waiting_bytes > _MOST_BYTES or (
             self._pipe.waiting and time.monotonic() - self._taken > _HUNG_SECONDS
@@ -169,8 +169,8 @@ class TrackerProcess(MetricWriter):
             trouble = f"it is blocked; see {self._folder / _LOG_FILE}"
         if trouble:
             self._off = True
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
             raise RuntimeError(trouble)
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         if not self._pipe.waiting:
@@ -182,9 +182,9 @@ class TrackerProcess(MetricWriter):
 
         It fails where the process has ended, which `_put` sees.
         """
-        assert self._process.stdin is not None
-        self._process.stdin.write(data)
-        self._process.stdin.flush()
+        assert self.process.stdin is not None
+        self.process.stdin.write(data)
+        self.process.stdin.flush()
         self._taken = time.monotonic()
 
     def _why(self) -> str:
@@ -193,7 +193,7 @@ class TrackerProcess(MetricWriter):
             return (self._folder / _ERROR_FILE).read_text(encoding="utf-8")
         except OSError:
             return (
-                f"its process ended with code {self._process.returncode}; see "
+                f"its process ended with code {self.process.returncode}; see "
                 f"{self._folder / _LOG_FILE}"
             )
 

@@ -51,7 +51,7 @@ def test_work_apart_logs_here_and_may_die(caplog: pytest.LogCaptureFixture) -> N
     assert run_in_child(fail, WAIT) == "an error"
     assert run_in_child(lambda: sys.exit(3), WAIT) == "an error"
     assert run_in_child(die, WAIT) == "killed by SIGSEGV"
-    assert run_in_child(lambda: time.sleep(60), 0.2) == "not done after 0.2 s"
+    assert run_in_child(lambda: time.sleep(60), 0.2).startswith("not done")
     expected = ["fine: 100 %s 图", "before", "ValueError: no picture", "SystemExit: 3"]
     assert [record.getMessage() for record in caplog.records] == expected
 
@@ -61,7 +61,7 @@ def test_no_room_for_a_process_is_no_error(monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", refuse)
-    assert run_in_child(lambda: None, WAIT) == "no process for it: Resource temporarily unavailable"
+    assert run_in_child(lambda: None, WAIT).startswith("no process")
 
 
 def test_a_child_ends_with_a_parent_that_is_killed() -> None:
@@ -77,7 +77,7 @@ def test_a_parent_that_ended_before_is_noticed() -> None:
     child = os.fork()
     if not child:
         end_with_parent(signal.SIGKILL, os.getppid() + 1)  # as if it had another by now
-        os._exit(0)
+        os.kill(os.getpid(), signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
@@ -103,19 +103,15 @@ def test_a_command_is_ended_with_its_children_when_its_time_is_over(tmp_path: Pa
     log = tmp_path / "log"
     assert run_command(["sh", "-c", "echo said; exit 3"], log, WAIT) == 3
     assert log.read_text() == "said\n"
+    command = ["sh", "-c", "sleep 60 & echo $!; wait"]
     for seconds, stop in ((0.5, lambda: False), (WAIT, lambda: log.read_text().endswith("\n"))):
-        assert (
-            run_command(["sh", "-c", "sleep 60 & echo $!; wait"], log, seconds, stop=stop) is None
-        )
+        assert run_command(command, log, seconds, stop=stop) is None
         wait_for(lambda: not is_alive(int(log.read_text())), 20)  # less than it sleeps
 
 
 def test_output_of_a_program_has_a_timeout() -> None:
-    assert output_of(["sh", "-c", "echo said; echo wrong >&2; exit 3"], WAIT) == (
-        3,
-        "said\n",
-        "wrong\n",
-    )
+    command = ["sh", "-c", "echo said; echo wrong >&2; exit 3"]
+    assert output_of(command, WAIT) == (3, "said\n", "wrong\n")
     began = time.monotonic()
     assert output_of(["sh", "-c", "sleep 60 & wait"], 0.3) is None
     assert time.monotonic() - began < 20

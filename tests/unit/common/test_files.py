@@ -37,14 +37,6 @@ def test_non_utf8_name_comes_back_as_same_file(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "names.json").read_text(encoding="utf-8")) == [name]
 
 
-def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    write_json(tmp_path / "pipe", [1])
-    assert os.read(reader, 10) == b"[1]" and (tmp_path / "pipe").is_fifo()
-    os.close(reader)
-
-
 def test_a_read_file_is_a_file_of_bounded_size(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 9)
     assert read_file(tmp_path / "a", 9) == b"x" * 9

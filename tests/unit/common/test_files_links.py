@@ -150,16 +150,6 @@ def test_folders_that_are_links_are_refused_where_nobody_typed_them(tmp_path: Pa
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_linked_folder_of_checkpoints_is_followed(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").symlink_to(disk)
-    weights = {"model": {"a": np.zeros(3, np.float32)}}
-    save_checkpoint(tmp_path / "run" / "checkpoints", 1, weights, {}, "")
-    assert sorted(os.listdir(disk)) == ["last", "step-00000001"]
-
-
 @pytest.mark.parametrize("target", ["../disk", "{}/disk"])
 def test_checkpoints_behind_a_link_stay_on_their_disk(target: str, tmp_path: Path) -> None:
     run, disk = tmp_path / "run", tmp_path / "disk"

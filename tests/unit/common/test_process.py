@@ -18,15 +18,21 @@ SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 @pytest.mark.parametrize(("is_read", "code"), [(False, 128 + signal.SIGPIPE), (True, 1)])
 def test_a_reader_that_has_enough_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, is_read: bool, code: int
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, is_read: bool, code: int
 ) -> None:
     reading, writing = os.pipe()
     with open(reading, "rb") as reader, open(writing, "w", encoding="utf-8") as stdout:
         if not is_read:
             reader.close()
         monkeypatch.setattr(sys, "stdout", stdout)
-        found, failure = process._exit_code_of(BrokenPipeError())
-    assert found == code and bool(failure.message) == is_read
+        monkeypatch.setattr(process, "STOP_SIGNALS", ())
+
+        def main() -> None:
+            raise BrokenPipeError
+
+        with pytest.raises(SystemExit) as ended:
+            process.run(main)
+    assert ended.value.code == code and ("BrokenPipe" in capfd.readouterr().err) == is_read
 
 
 def test_a_zombie_is_there_and_does_not_live() -> None:

@@ -18,7 +18,6 @@ from ppdist.common.errors import ConfigError
 from ppdist.common.process import DETAIL
 from ppdist.common.records import read_metrics
 from ppdist.common.run_log import RunLog
-from ppdist.config.output import ShippedTracker
 from tests.errors import raises
 
 
@@ -82,17 +81,6 @@ def test_a_resumed_run_drops_what_it_will_compute_again(tmp_path):
     assert visualdl_points(tmp_path)["train/loss"] == [(10, 10.0), (20, 20.0), (30, 0.5)]
 
 
-def test_rollback_drops_records_to_be_recomputed(tmp_path):
-    with open_log(tmp_path) as log:
-        for step in (10, 20, 30):
-            log.metrics({"step": step, "loss": float(step)})
-        log.rollback(10)
-        log.metrics({"step": 20, "loss": 0.5})
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    assert [(r["step"], r["loss"]) for r in records] == [(10, 10.0), (20, 0.5)]
-    assert visualdl_points(tmp_path)["train/loss"] == [(10, 10.0), (20, 0.5)]
-
-
 def test_a_new_run_begins_its_files_anew(tmp_path):
     for loss in (1.0, 2.0):
         with open_log(tmp_path) as log:
@@ -151,38 +139,6 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
         log.progress(1, {})
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
-
-
-def test_full_disk_costs_one_warning_no_torn_record(tmp_path, monkeypatch, capsys):
-    class FullDisk(io.FileIO):
-        """Takes half of what it gets and then has no space left."""
-
-        def write(self, data):
-            if len(data) < 20:
-                raise OSError(28, "No space left on device")
-            return super().write(data[: len(data) // 2])
-
-    with open_log(tmp_path) as log:
-        log.metrics({"step": 1, "loss": 1.0})
-        log.flush()
-        file = log.writers._writers["VisualDL"]
-        file._file.close()
-        file._file = FullDisk(file._path, "ab")
-        monkeypatch.setattr("ppdist.common.files.io.FileIO", FullDisk)
-        log.metrics({"step": 2, "loss": 1.0})
-        log.metrics({"step": 3, "loss": 1.0})
-        log.flush()
-        monkeypatch.undo()
-        log.metrics({"step": 4, "loss": 4.0})
-        log.flush()
-        file._file.close()
-        file._file = io.FileIO(file._path, "ab")
-        log.metrics({"step": 5, "loss": 5.0})
-    out = capsys.readouterr().out
-    assert out.count("metrics.jsonl cannot be written") == 1
-    assert out.count("VisualDL cannot be written") == 1
-    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4, 5]
-    assert visualdl_points(tmp_path)["train/loss"] == [(1, 1.0), (5, 5.0)]
 
 
 def test_uncreatable_output_dir_is_config_error(tmp_path):
@@ -283,35 +239,11 @@ def test_logging_imports_neither_paddle_nor_visualdl():
     assert done.stdout.strip() == "set()"
 
 
-def test_closed_stdout_reader_does_not_end_run(tmp_path):
-    code = (
-        "import sys, pathlib, ppdist.common.run_log as l\n"
-        "log = l.RunLog(pathlib.Path(sys.argv[1]), True, 9, 9, None)\n"
-        "sys.stdin.read()\n"  # until the reader of stdout has gone
-        "for _ in range(3): log.info('x' * 100000)\n"
-        "log.metrics({'step': 9})\n"
-        "log.close()\n"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes)
-    process.stdout.close()
-    process.stdin.close()
-    process.wait(60)
-    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [9]
-    assert (tmp_path / "train.log").read_text().count("x" * 100000) == 3
-
-
 def test_visualdl_off_writes_no_folder(tmp_path, monkeypatch):
     with open_log(tmp_path, visualdl=False) as log:
         log.metrics({"step": 1, "loss": 1.0})
         log.images("val", 1, [np.zeros((8, 8, 3), np.uint8)])
     assert not (tmp_path / "vdl").exists()
-
-
-def test_missing_tensorboardx_is_reported_at_once(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with raises("package_missing"):
-        open_log(tmp_path, trackers=[("", ShippedTracker())])
 
 
 def test_run_summary_names_best_last_and_paths(tmp_path, capsys):

@@ -133,10 +133,6 @@ def test_words_and_dates_of_yaml_1_1_stay_text(folder: Path) -> None:
     assert parse(GOOD + "train: {epochs: 010}\n").train.epochs == 10
 
 
-def test_a_nested_amp_section_is_kept_as_written(folder: Path) -> None:
-    assert parse(GOOD + "train:\n  amp: {enabled: true}\n").train.amp == Amp(enabled=True)
-
-
 def test_every_override_under_one_prefix_applies(folder: Path) -> None:
     config = parse(
         GOOD,
@@ -302,12 +298,6 @@ def test_a_missing_file_says_where_it_was_looked_for(folder: Path) -> None:
 def test_values_that_contradict_each_other_are_reported(folder: Path) -> None:
     message = error_of(GOOD, "train.epochs=1", "data.workers=99")
     assert message == "cfg.yml:1:1: data.workers is 99 for a run this short"
-
-
-def test_value_from_base_is_reported_with_base_line(folder: Path) -> None:
-    (folder / "base.yml").write_text("\ntrain:\n  epochs: many\n")
-    message = error_of("_BASE_: base.yml\n" + GOOD + "train: {clip_norm: 1}\n")
-    assert message.startswith('base.yml:3:11: train.epochs: found "many" (text)')
 
 
 def test_problems_are_reported_in_file_order(folder: Path) -> None:

@@ -65,10 +65,6 @@ def test_cached_bytes_come_back_equal_and_read_only(tmp_path, kind):
         again.put(1, decoded(dataset, 0))
 
 
-def test_without_a_cache_there_is_none(tmp_path):
-    assert open_cache("none", small_set(tmp_path), FACTORS, None) is None
-
-
 def test_an_image_outlives_the_cache_it_came_from(tmp_path):
     dataset = small_set(tmp_path)
     cache = open_cache("ram", dataset, FACTORS)
@@ -156,13 +152,6 @@ def test_images_without_an_identity_are_not_kept(tmp_path, monkeypatch):
     cache = open_cache("disk", dataset, FACTORS, folder)
     fill(cache, dataset)
     assert cache.get(5) is None and not files_in(folder)
-
-
-def test_default_folder_is_in_that_of_the_user(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    dataset = small_set(tmp_path)
-    fill(open_cache("disk", dataset, FACTORS, None), dataset)
-    assert len(files_in(tmp_path / "xdg" / "ppdist")) == 6
 
 
 def test_missing_home_folder_disables_cache(tmp_path, monkeypatch, caplog):
@@ -268,13 +257,6 @@ def test_without_a_cache_where_memory_is_taken_meanwhile(tmp_path, monkeypatch, 
     monkeypatch.setattr(cache_module, "_STEP", 64 * 48 * 3 + 6)
     assert open_cache("ram", small_set(tmp_path), FACTORS) is None
     assert "training continues without it" in caplog.text
-
-
-def test_memory_is_taken_before_training_begins(tmp_path):
-    dataset = small_set(tmp_path)
-    cache = open_cache("ram", dataset, FACTORS)
-    taken = os.fstat(cache._descriptor).st_blocks * 512
-    assert taken >= cache._places_N1[-1] > 2 * 64 * 48 * 3
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])

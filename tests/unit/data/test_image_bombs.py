@@ -13,7 +13,6 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from PIL import Image
 
 from ppdist.common.errors import DataError
 from ppdist.data.image import read_image
@@ -128,13 +127,6 @@ def test_tiff_size_is_read_and_fitting_one_decoded(order, large) -> None:
     for length in range(4, 200, 7):
         assert damage(tiff(SIDE, SIDE, order, large)[:length]) is None or length > 40
     assert damage(b"II*\0" + bytes(40)) is None
-
-
-def test_a_tiff_that_pillow_writes_is_read(tmp_path: Path) -> None:
-    pixels_HW3 = np.full((40, 50, 3), 7, np.uint8)
-    for name, options in (("a.tif", {}), ("b.tif", {"big_tiff": True})):
-        Image.fromarray(pixels_HW3).save(tmp_path / name, **options)
-        assert (read_image(tmp_path / name) == 7).all()
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:

@@ -90,12 +90,6 @@ def test_all_at_once_is_what_the_records_say_one_by_one():
     assert [found.path(index) for index in range(20)] == [r.path for r in records]
 
 
-def test_annotations_cannot_be_changed_in_passing():
-    record = Records.of(some_records())[3]
-    with pytest.raises(ValueError, match="read-only"):
-        record.boxes_M4[0] = 0
-
-
 def test_million_records_take_hundred_bytes_each():
     few, many = (
         Records.of(record for _ in range(count) for record in some_records(4))

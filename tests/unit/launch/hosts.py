@@ -70,22 +70,22 @@ class Host:
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.name = name
-        self._output, self._errors = Path(f"{name}.out"), Path(f"{name}.err")
-        with self._output.open("w") as output, self._errors.open("w") as errors:
+        self.output_file, self.errors_file = Path(f"{name}.out"), Path(f"{name}.err")
+        with self.output_file.open("w") as output, self.errors_file.open("w") as errors:
             self.process = subprocess.Popen(
                 list(command), stdout=output, stderr=errors, env=dict(environment)
             )
 
     @property
     def said(self) -> str:
-        return self._errors.read_text()
+        return self.errors_file.read_text()
 
     def ended(self, seconds: float = TIMEOUT) -> Ended:
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             pytest.fail(f"fleetrun hangs on host {self.name}:\n{self.said}")
-        return Ended(code, self._output.read_text(), self.said)
+        return Ended(code, self.output_file.read_text(), self.said)
 
     def stop(self) -> None:
         if self.process.poll() is None:

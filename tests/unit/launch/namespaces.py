@@ -55,12 +55,12 @@ class Switch:
 
     def divide(self, places: Iterable[int]) -> None:
         """These hosts reach one another still, and no other."""
-        self._plug(places, "apart")
+        self.plug(places, "apart")
 
     def heal(self, places: Iterable[int]) -> None:
-        self._plug(places, "joined")
+        self.plug(places, "joined")
 
-    def _plug(self, places: Iterable[int], bridge: str) -> None:
+    def plug(self, places: Iterable[int], bridge: str) -> None:
         for place in places:
             ip("-n", self.name, "link", "set", f"port{place}", "master", bridge)
 

@@ -3,7 +3,6 @@
 Only the tests of collectives load Paddle in the ranks; the others need none there.
 """
 
-import json
 import os
 import pty
 import re
@@ -109,21 +108,6 @@ def test_two_hosts_on_loopback_sum() -> None:
     assert "sum 3.0 on rank 1 of 2" in output
 
 
-@pytest.mark.slow
-def test_invalid_input_on_one_rank_exits_2_once() -> None:
-    code = (
-        "def main():\n"
-        " if rank: raise DataError('a.json: no images', code='no_images')\n"
-        " time.sleep(60)\nrun(main)"
-    )
-    ended = fleetrun("--nproc_per_node", "2", write(code))
-    assert ended.returncode == 2
-    assert ended.stderr.count("ppdist: error: a.json: no images [no_images]\n") == 1
-    said = json.loads(Path("log/rank-1.json").read_text(encoding="utf-8"))
-    assert (said["exit_code"], said["kind"], said["code"]) == (2, "data", "no_images")
-    assert "Traceback" not in ended.stdout + ended.stderr
-
-
 def test_an_exception_is_shown_once_with_its_rank() -> None:
     code = "def main():\n if rank == 1: raise RuntimeError('boom')\n time.sleep(60)\nrun(main)"
     ended = fleetrun("--nproc_per_node", "2", write(code))
@@ -158,16 +142,6 @@ for _ in range(3):
         assert process.wait(TIMEOUT) == 0
     assert b"terminal True True" in seen
     assert len(delays) == 3 and max(delays) < 0.5, (delays, seen)
-
-
-@pytest.mark.slow
-def test_failure_before_ranks_shows_launcher_error() -> None:
-    master = f"127.0.0.1:{free_port()}"
-    typed = ("--master", master, "--rank", "high", "--nproc_per_node", "1")
-    ended = fleetrun(*typed, write(""))
-    assert ended.returncode == 1
-    assert "Paddle's launcher failed before any rank began" in ended.stderr
-    assert "--rank: invalid int value: 'high'" in ended.stderr
 
 
 @pytest.mark.parametrize("program", [[str(FLEETRUN)], [sys.executable, f"{ROOT}/tools/launch.py"]])

@@ -3,7 +3,7 @@
 import pytest
 
 from ppdist.common.errors import LaunchError
-from ppdist.launch.options import _REFUSED, STALE_VARIABLES, parse_options
+from ppdist.launch.options import STALE_VARIABLES, parse_options
 from tests.errors import raises
 
 SCRIPT = ["tools/train.py", "-c", "cfg.yml"]
@@ -80,7 +80,8 @@ WITHOUT = "option_without_effect"
         ("--nnodes 1 --rank 0 --job_id x", None),
         ("--rank 1", WITHOUT),
         ("--rank 1 --nnodes 2 --master A:7000", None),
-        *((f"{name} x", "option_refused") for name in _REFUSED),
+        *((f"--{name} x", "option_refused") for name in ("legacy", "servers", "gloo_port")),
+        *((f"--{name} x", "option_refused") for name in ("elastic_level", "sort_ip", "node_rank")),
     ],
 )
 def test_options_without_effect_are_refused(typed: str, code: str | None) -> None:

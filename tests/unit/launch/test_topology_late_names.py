@@ -1,8 +1,7 @@
 """Hosts whose names are known only once they run, or have other addresses when they come back."""
 
 import signal
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
@@ -16,16 +15,6 @@ from ppdist.launch.options import Options
 from ppdist.launch.outcome import Outcome
 from ppdist.launch.topology import LaunchPlan, Machine
 from tests.errors import raises
-from tests.unit.launch import namespaces as netns
-from tests.unit.launch.hosts import (
-    ALL_REDUCE,
-    WAITS_FOR_A_RESTART,
-    WAITS_FOR_ALL,
-    hosts_of_a_test,
-    wait_for,
-    write,
-)
-from tests.unit.launch.namespaces import Cable
 
 A, B, OLD = "127.0.0.2", "127.0.0.3", "127.0.0.9"
 
@@ -127,47 +116,3 @@ def test_ranks_get_the_addresses_that_hosts_say_of_themselves(tmp_path, monkeypa
         fleetrun(["--ips", "pod-0,pod-1", "--host", A, "t.py"], {}, lambda: machine, run, []) == 0
     )
     assert plans[0].ranks[0]["PADDLE_TRAINER_ENDPOINTS"] == f"{A}:6071,{B}:6071"
-
-
-@pytest.fixture
-def hosts_files(cable: Cable) -> Iterator[list[Path]]:
-    """What /etc/hosts is in each of the two namespaces."""
-    files = [Path("/etc/netns", name, "hosts") for name in cable.namespaces]
-    for file in files:
-        file.parent.mkdir(parents=True)
-    yield files
-    for file in files:
-        file.unlink(missing_ok=True)
-        file.parent.rmdir()
-
-
-@pytest.mark.slow
-def test_a_pod_with_a_new_address_joins_the_next_attempt(
-    cable: Cable, hosts_files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Names that are known late, and for some seconds are those of a pod that is gone."""
-    monkeypatch.chdir(tmp_path)
-    first_address, second_address, new_address = netns.A, netns.B, "10.213.7.3"
-    both = f"{first_address} pod-0\n{second_address} pod-1\n"
-    hosts_files[0].write_text(f"{first_address} pod-0\n")
-    hosts_files[1].write_text(both)
-    words = ("--ips", "pod-0,pod-1", "--max_restart", "2")
-    words += (write(WAITS_FOR_ALL + WAITS_FOR_A_RESTART + ALL_REDUCE),)
-    with hosts_of_a_test() as start:
-        enter = {address: cable.prefix(address) for address in (first_address, second_address)}
-        first = start("0", *words, prefix=enter[netns.A], variables={"POD_IP": first_address})
-        wait_for(lambda: "the name pod-1 has no IPv4 address" in first.said)
-        hosts_files[0].write_text(both)
-        second = start("1", *words, prefix=enter[netns.B], variables={"POD_IP": second_address})
-        wait_for(lambda: Path("ready0").exists() and Path("ready1").exists())
-        second.process.send_signal(signal.SIGKILL)
-        for verb, address in (("del", second_address), ("add", new_address)):
-            place = ("-n", cable.namespaces[1])
-            netns.ip(*place, "address", verb, f"{address}/24", "dev", "cable1")
-        now = f"{first_address} pod-0\n{new_address} pod-1\n"
-        hosts_files[1].write_text(now)
-        again = start("2", *words, prefix=enter[netns.B], variables={"POD_IP": new_address})
-        wait_for(lambda: "restart 1 of 2" in first.said)
-        ended = [each.ended() for each in (first, again)]
-    assert [each.code for each in ended] == [0, 0], ended
-    assert ended[0].output == "sum 3.0 on rank 0 of 2\n"

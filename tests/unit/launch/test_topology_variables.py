@@ -10,8 +10,6 @@ import pytest
 
 from ppdist.launch.options import parse_options
 from ppdist.launch.topology import make_plan
-from tests.ports import free_port
-from tests.unit.launch.hosts import hosts_of_a_test
 from tests.unit.launch.machines import A, B, machine
 
 SCRIPT = """
@@ -98,20 +96,3 @@ def test_a_plan_has_the_variables_of_paddles_launcher(
     place = ["--ips", f"{A},{B}", "--host", B, "--start_port", "7001"]
     stock = of_paddle([*place, *words.split()], environment, **devices)
     assert [comparable(plan.environment | rank) for rank in plan.ranks] == stock
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["", "testcard"])
-def test_scripts_get_the_variables_of_paddles_launcher(
-    kind: str, environment: dict[str, str]
-) -> None:
-    port = str(free_port())
-    stock = ["--ips", "127.0.0.1", "--start_port", port]
-    stock += ["--devices", "0,1"] if kind else ["--nproc_per_node", "2"]
-    theirs = of_paddle(stock, environment, kinds=(kind,) if kind else ())
-    typed = ["--devices", f"{kind}:0,1"] if kind else ["--nproc_per_node", "2"]
-    with hosts_of_a_test() as start:
-        host = start("a", "--start_port", port, *typed, "t.py", variables=environment)
-        assert host.ended().code == 0, host.said
-    for each, their in zip(shown(), theirs, strict=True):
-        assert {name: value for name, value in each.items() if name != "PYTHONPATH"} == their

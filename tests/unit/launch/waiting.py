@@ -41,10 +41,10 @@ class Host:
     compare: Sequence[str] = ()
 
     def start(self) -> None:
-        self.thread = threading.Thread(target=self._meet, daemon=True)
+        self.thread = threading.Thread(target=self.meet, daemon=True)
         self.thread.start()
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
         try:
             if self.handshake.is_first and self.hub is None:
                 self.hub = Hub(self.handshake, self.port, self.said.append, self.token)

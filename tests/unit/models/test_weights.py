@@ -210,12 +210,6 @@ def test_run_means_best_then_last_then_newest(tmp_path: Path) -> None:
     assert_same(named, models[2])
 
 
-def test_output_dir_without_checkpoint_says_searched(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    with raises("not_a_checkpoint"):
-        load_weights(tiny(), tmp_path)
-
-
 MISTAKEN = [
     ("w.pt", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer instead of the"),
     ("w.pt", b"<!DOCTYPE html><html>404", "not a .pt file but a web page"),

@@ -19,7 +19,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.distributed import progress, store
 from ppdist.runtime.decoder import Damage
 from tests.errors import raises
-from tests.unit.data.corpus import config, write_clean_coco
+from tests.unit.data.corpus import write_clean_coco
 
 pytestmark = pytest.mark.usefixtures("checked_here")
 
@@ -138,21 +138,6 @@ def test_what_may_pass_is_not_remembered(home, broken, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     assert not home.exists() and _check(broken).train.unreadable == {}
     assert home.exists()
-
-
-def test_permission_change_triggers_new_check(home, broken, caplog):
-    caplog.set_level(logging.INFO, "ppdist.data")
-    _check(broken)
-    os.chmod(os.path.join(broken.root, "images", "0.jpg"), 0o600)
-    _check(broken)
-    assert "unchanged since the last check" not in caplog.text
-    _check(broken)
-    assert "unchanged since the last check" in caplog.text
-
-
-def test_one_list_for_both_splits_is_no_leakage(home, tmp_path):
-    write_clean_coco(tmp_path)
-    assert _check(config(tmp_path, "coco", "train.json", "train.json")).lines == ()
 
 
 def test_check_of_a_restart_waits_for_its_images(home, broken, tmp_path, monkeypatch):

@@ -264,10 +264,6 @@ def test_a_check_leaves_no_process_behind(folder, kinds):
     assert children() <= before
 
 
-def test_no_file_gives_no_check():
-    assert checked([], True) == checked([], False) == []
-
-
 def test_intact_file_of_any_writer_is_not_damaged(tmp_path):
     image = Image.fromarray(picture(0))
     for suffix, modes, options in (

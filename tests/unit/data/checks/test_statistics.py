@@ -66,14 +66,6 @@ def test_crowds_are_counted_apart(small_set):
     assert counts["objects"] == 3 and counts["crowds"] == 1
 
 
-def test_an_image_that_shows_a_class_twice_counts_once():
-    boxes = [[0, 0, 10, 10], [20, 20, 30, 30]]
-    one = record(1, (50, 50), boxes, [1, 1], [False, False])
-    dataset = DetectionSet((one,), ("cat", "dog"), (1, 2), "set.json")
-    objects_C, images_C = per_class(objects_of(dataset, (50, 50), "stretch"), 2)
-    assert objects_C.tolist() == [0, 2] and images_C.tolist() == [0, 1]
-
-
 def test_the_summary_has_what_was_counted_by_hand(small_set):
     counts = summary(small_set, objects_of(small_set, (50, 100), "stretch"))
     assert counts["image_sizes"] == [[100, 100, 2], [200, 100, 1]]
@@ -91,14 +83,6 @@ def test_the_summary_has_what_was_counted_by_hand(small_set):
     }  # fmt: skip
     assert counts["classes"][2]["median_side_in_input"] is None
     assert json.loads(json.dumps(counts)) == counts
-
-
-def test_a_set_without_any_object_is_described_too():
-    dataset = DetectionSet((record(1, (50, 40), [], [], []),), ("cat",), (1,), "set.json")
-    counts = summary(dataset, objects_of(dataset, (50, 50), "letterbox"))
-    rows = dict(overview(counts))
-    assert rows["images"] == "1" and rows["objects"] == "0"
-    assert rows["  without an object"] == "1 (100.0%)"
 
 
 def test_overviews_of_any_two_splits_have_same_lines(small_set):

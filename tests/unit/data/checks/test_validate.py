@@ -58,11 +58,6 @@ def test_validate_finds_issues_of_per_image_files(tmp_path):
     assert found["encoding"].examples[0].endswith("2.xml: not UTF-8 text: read as GBK, a guess")
 
 
-def test_validate_finds_issues_of_label_folders(tmp_path):
-    report = validate(write_dirty_yolo(tmp_path), decode=False, workers=1)
-    assert {row.name: row.count for row in report.rows()} == dict.fromkeys(_OF_YOLO, 1)
-
-
 def test_image_with_unknown_yolo_size_is_lost_issue(tmp_path, monkeypatch):
     settings = write_dirty_yolo(tmp_path)
     (tmp_path / "images" / "train" / "b.jpg").write_bytes(b"no image")
@@ -97,11 +92,6 @@ def test_split_without_any_object_is_an_error(tmp_path):
             validate(settings, decode=False, workers=1), "coco", tmp_path / "out", images="link"
         )
     assert not (tmp_path / "out").exists()
-
-
-def test_a_clean_set_has_no_finding(tmp_path):
-    report = validate(write_clean_coco(tmp_path), decode=True, workers=2)
-    assert report.rows() == [] and report.errors == 0
 
 
 def test_images_of_the_test_split_are_listed(tmp_path):

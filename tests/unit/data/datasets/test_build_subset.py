@@ -104,10 +104,6 @@ def test_subset_beyond_image_count_changes_nothing():
     assert beyond.limited == "data.val.limit: 200, and there are 200 images: all of them are used"
 
 
-def test_a_set_without_any_object_can_be_limited():
-    assert len(limited(a_set([[]] * 5, 1), 2, "key").records) == 2
-
-
 def with_limit(config: DataConfig, limit: int | None) -> DataConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"limit": limit})})
 

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig, SplitConfig
-from ppdist.data.datasets.build import check_classes, read_split
+from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.folder import read_csv, read_folder
 from tests.errors import raises
 
@@ -50,13 +49,6 @@ def test_image_folder_is_its_class_at_any_depth(tmp_path):
     ]
     assert [record.image_id for record in found.records] == [1, 2, 3, 4]
     assert all(Path(record.path).is_absolute() for record in found.records)
-
-
-def test_an_image_has_one_object_of_a_size_not_known(tmp_path):
-    write(tmp_path, "train/cat/x.jpg", "train/cat/y.jpg")
-    one, _ = read_folder(tmp_path, tmp_path / "train", ()).records
-    assert one.boxes_M4.tolist() == [[0, 0, 0, 0]] and one.boxes_M4.dtype == np.float32
-    assert (one.width, one.height, one.crowd_M.tolist()) == (0, 0, [False])
 
 
 def test_non_image_files_are_skipped_and_counted(tmp_path):
@@ -124,12 +116,6 @@ def test_a_folder_without_classified_images_is_an_error(tmp_path, files, message
     with pytest.raises(DataError) as error:
         read_split(folder_config(tmp_path), "train")
     assert str(error.value).startswith(message.format(tmp_path, tmp_path))
-
-
-def test_class_count_unlike_model_says_remedy(tmp_path):
-    write(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
-    with raises("num_classes_differ"):
-        check_classes(read_folder(tmp_path, tmp_path / "train", ()), 1000)
 
 
 def csv_config(root: Path, **changes) -> DataConfig:
@@ -215,13 +201,6 @@ def test_labels_counted_from_1_get_zero_based_hint(tmp_path):
         read_split(csv_config(tmp_path), "train", 2)
     with raises("class_unknown", "1 (numbers start at"):
         read_split(csv_config(tmp_path, class_names=("cat", "dog")), "train", 2)
-
-
-def test_images_of_a_table_that_do_not_exist_are_counted(tmp_path):
-    write(tmp_path, "images/a.jpg")
-    table(tmp_path, "a.jpg,cat\nb.jpg,cat\n")
-    with raises("image_missing"):
-        read_split(csv_config(tmp_path), "train")
 
 
 def test_a_format_that_needs_annotations_says_so(tmp_path):

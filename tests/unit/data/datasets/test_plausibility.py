@@ -17,7 +17,6 @@ from ppdist.metrics.scored import count_duplicates
 from tests.errors import raises
 from tests.unit.data.sets import (
     NAMES,
-    coco_config,
     coco_content,
     write_coco,
     write_images,
@@ -269,16 +268,3 @@ def test_many_boxes_are_compared_exactly():
     dataset = to_detection_set(columns, "clip")
     assert sum(len(record.labels_M) for record in dataset.records) == len(wanted)
     assert sum(dataset.duplicates.values()) == count - len(wanted)
-
-
-def test_a_kept_split_says_its_duplicates_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("ppdist.data.datasets.annotation_cache._SHORT_SECONDS", 0)
-    monkeypatch.setattr("ppdist.data.datasets.annotation_cache._SETTLED_SECONDS", -1e9)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_coco(tmp_path)
-    content = json.loads((tmp_path / "set.json").read_text())
-    content["annotations"] *= 2
-    (tmp_path / "set.json").write_text(json.dumps(content))
-    first, again = (read_split(coco_config(tmp_path), "train", 3) for _ in range(2))
-    assert first.duplicates == again.duplicates == {1: 1, 2: 2}
-    assert again.records.file

@@ -11,8 +11,6 @@ from ppdist.data.datasets.build import read_split
 from tests.unit.data.datasets.messages import refused
 from tests.unit.data.datasets.small import yolo_set
 from tests.unit.data.sets import (
-    NAMES,
-    bccd,
     write_images,
 )
 
@@ -235,10 +233,6 @@ def test_hidden_files_of_a_yolo_folder_are_no_images(tmp_path):
     config = yolo_set(tmp_path, "")
     (tmp_path / "images" / "._000.jpg").write_bytes(b"resource fork")
     assert len(read_split(config, "train", 2).records) == 2
-
-
-def test_yolo_class_names_come_from_yaml_file(shared_dir):
-    assert read_split(bccd(shared_dir, "yolo"), "val", 3).class_names == NAMES
 
 
 def test_yolo_takes_several_folders_or_lists(tmp_path):

@@ -13,7 +13,6 @@ from ppdist.common.errors import DataError
 from ppdist.config.augment import AugmentConfig
 from ppdist.data.image import DARK, read_image
 from ppdist.data.transforms.pipeline import TrainSamples
-from ppdist.data.types import SampleKey
 from tests.errors import raises
 from tests.unit.data.loaders import arrays, assert_equal, eval_loader, loader, warnings_in
 from tests.unit.data.sets import coco_content, write_coco, write_images, write_json
@@ -45,13 +44,6 @@ def test_a_batch_is_what_the_contract_says(folder):
         assert (real[:, 2:] - real[:, :2] >= 1).all()
         assert (real >= 0).all() and (real[:, [0, 2]] <= width).all()
         assert (real[:, [1, 3]] <= height).all()
-
-
-def test_another_epoch_looks_different(folder):
-    samples = loader(folder)._samples
-    epochs = [samples.make(SampleKey(epoch, 5, 48, 64)).image_HW3 for epoch in (0, 1, 0)]
-    assert not np.array_equal(epochs[0], epochs[1])
-    np.testing.assert_array_equal(epochs[0], epochs[2])
 
 
 def test_without_augmentation_training_sees_the_file(folder):

@@ -74,18 +74,6 @@ def test_every_image_comes_exactly_once_in_every_epoch(
     record_property("figure", "0 images missed or doubled in 3 epochs")
 
 
-@pytest.mark.parametrize(("images", "world", "accumulate", "batch"), SHAPES)
-def test_step_holds_same_images_for_any_batch_layout(images, world, accumulate, batch):
-    total = world * accumulate * batch
-    together = [sampler(images, batch=total)]
-    accumulated = [sampler(images, accumulate=world * accumulate, batch=batch)]
-    shared = ranks(images, world, accumulate, batch)
-    for step in range(2 * together[0].steps_per_epoch + 1):
-        expected = indices_of_step(together, step)
-        assert indices_of_step(accumulated, step) == expected
-        assert indices_of_step(shared, step) == expected
-
-
 # (images of the set, of a step, of a micro-batch)
 STEPS = [(205, 24, 2), (7, 4, 1), (1, 6, 2), (17, 16, 4), (100, 21, 7), (31, 16, 16), (64, 12, 3)]
 
@@ -192,12 +180,6 @@ def test_split_micro_batches_keep_images_of_step(images, world, accumulate, batc
         assert len(samplers[0]) == len([*samplers[0]])
 
 
-def test_resumed_sampler_continues_same_sequence():
-    whole = list(sampler(23, world=2, accumulate=2, batch=2, rank=1, end=12))
-    resumed = list(sampler(23, world=2, accumulate=2, batch=2, rank=1, start=5, end=12))
-    assert resumed == whole[5 * 2 :]
-
-
 def test_epochs_are_different_permutations_and_seeds_too():
     orders = [epoch_order(50, 0, 0), epoch_order(50, 0, 1), epoch_order(50, 1, 0)]
     assert all(sorted(order) == list(range(50)) for order in orders)
@@ -236,30 +218,6 @@ def test_repeats_fall_in_same_steps_on_any_ranks():
     shared = [replace(one, copies_N=COPIES_N) for one in ranks(8, 2, 2, 1)]
     for step in range(9):
         assert keys_of_step(shared, step) == keys_of_step([alone], step)
-
-
-def test_resumed_sampler_continues_repeated_images():
-    whole = replace(sampler(8, batch=2, accumulate=2, end=12), copies_N=COPIES_N)
-    resumed = replace(whole, start_step=5)
-    assert list(resumed) == list(whole)[5 * 2 :]
-
-
-def test_image_appears_expected_times_over_epochs():
-    one = replace(sampler(8, batch=10), copies_N=COPIES_N)
-    times = Counter(index for step in range(4000) for index, _ in keys_of_step([one], step))
-    found_N = np.array([times[index] for index in range(8)]) / 4000
-    np.testing.assert_allclose(found_N, COPIES_N, atol=0.03)  # 4 standard deviations at most
-
-
-def test_repeats_are_shuffled_by_epoch_and_seed():
-    orders = set()
-    for seed in (0, 1):
-        one = replace(sampler(8, batch=10, seed=seed), copies_N=COPIES_N)
-        for epoch in (0, 1):
-            (keys,) = one.micro_batches(epoch)
-            orders.add(tuple(key.index for key in keys))
-    assert len(orders) == 4
-    assert not any(list(order) == sorted(order) for order in orders)
 
 
 def test_order_of_repeats_matches_this_release():
@@ -309,18 +267,6 @@ def test_an_input_is_no_larger_than_its_image_needs():
     assert shapes == [
         [256, 320], [320, 256], [32, 320], [224, 320], [320, 224], [320, 320], [64, 320], [320, 320]
     ]  # fmt: skip
-
-
-def test_smaller_input_has_same_pixels_as_larger_one():
-    sizes_N2 = np.random.default_rng(0).integers(1, 3000, (4000, 2))
-    for size, multiple in [((640, 640), 32), ((320, 320), 64), ((384, 640), 32), ((608, 416), 16)]:
-        shapes_N2 = rectangular_shapes(sizes_N2, size, multiple)
-        assert (shapes_N2 % multiple == 0).all() and (shapes_N2 <= size).all()
-        for (height, width), shape in zip(sizes_N2.tolist(), shapes_N2.tolist()):
-            full = letterbox(width, height, size)
-            tight = letterbox(width, height, tuple(shape))
-            assert extent(tight) == extent(full)
-            assert all(side - used <= multiple for side, used in zip(shape, extent(tight)))
 
 
 def extent(placement) -> tuple[int, int]:

@@ -33,17 +33,6 @@ def dataset(*labels: list[int], classes: int = 3, crowds: tuple[int, ...] = ()) 
     return DetectionSet(tuple(records), names, tuple(range(1, classes + 1)), "set.json")
 
 
-def test_shuffle_needs_no_numbers():
-    assert copies(dataset([0], [1]), SamplingConfig(), None) is None
-
-
-def test_balanced_repeats_by_rarest_class_of_image():
-    # Of 8 images, 8 show class 0, 2 class 1 and 1 class 2: sqrt(0.5 / 0.25), sqrt(0.5 / 0.125).
-    some = dataset([0], [0, 0], [0], [0], [0, 1], [1, 0, 1], [0, 2], [0])
-    factor_N = copies(some, BALANCED, None)
-    np.testing.assert_allclose(factor_N, [1, 1, 1, 1, 2**0.5, 2**0.5, 2, 1])
-
-
 def test_balanced_equals_the_formula_of_lvis_written_out():
     rng = np.random.default_rng(4)
     lists = [rng.integers(0, 3, rng.integers(0, 4)).tolist() for _ in range(60)]
@@ -57,11 +46,6 @@ def test_balanced_equals_the_formula_of_lvis_written_out():
         expected.append(max(factors))
     config = SamplingConfig(name="balanced", balance_threshold=0.3)
     np.testing.assert_allclose(copies(dataset(*lists, classes=5), config, None), expected)
-
-
-def test_balanced_without_rare_class_repeats_nothing():
-    factor_N = copies(dataset([0, 1], [1, 2], [0, 2]), BALANCED, None)
-    np.testing.assert_array_equal(whole_copies(factor_N, 0.37), [1, 1, 1])
 
 
 def test_difficulty_weighs_images_and_keeps_length():

@@ -95,17 +95,6 @@ def test_training_sample_depends_on_seed_epoch_index(dataset):
         assert (first != other).any()
 
 
-def test_a_sample_is_one_object_that_covers_the_input(dataset):
-    for samples in (
-        ClassifyTrainSamples(dataset, "skip", AugmentConfig(), 0),
-        ClassifyEvalSamples(dataset, "skip"),
-    ):
-        for index in range(9):
-            sample = samples.make(SampleKey(0, index, 32, 64))
-            assert sample.boxes_M4.tolist() == [[0, 0, 64, 32]]
-            assert sample.labels_M.tolist() == [index // 3] and sample.index == index
-
-
 def test_plain_training_sees_evaluation_input(dataset):
     key = SampleKey(0, 5, 64, 64)
     training = ClassifyTrainSamples(dataset, "skip", PLAIN, 0).make(key).image_HW3

@@ -105,14 +105,6 @@ def test_identity_affine_keeps_canvas_centre_as_is():
     np.testing.assert_allclose(middle @ [160, 120, 1], [80, 60, 1])
 
 
-def test_mirroring_is_that_of_the_array():
-    image = np.random.RandomState(0).randint(0, 256, (120, 160, 3)).astype(np.uint8)
-    for mirrored, expected in (((True, False), image[:, ::-1]), ((False, True), image[::-1])):
-        drawn = np.zeros_like(image)
-        paste(drawn, image, (0, 0, 160, 120), view(NOTHING, mirrored=mirrored))
-        np.testing.assert_array_equal(drawn, expected)
-
-
 def test_what_the_numbers_mean():
     angles, gains, shifts = [], [], []
     for key in range(200):
@@ -195,14 +187,6 @@ def test_enlarged_small_image_matches_its_boxes(mirror):
         assert (drawn[top:bottom, left:right] > 0).all()
         drawn[top:bottom, left:right] = 0
         assert not drawn.any()
-
-
-def test_only_the_part_asked_for_is_drawn():
-    image = np.random.RandomState(0).randint(1, 256, (120, 160, 3)).astype(np.uint8)
-    drawn = np.zeros_like(image)
-    paste(drawn, image, (30, 20, 90, 70), np.eye(3))
-    np.testing.assert_array_equal(drawn[20:70, 30:90], image[20:70, 30:90])
-    assert (drawn > 0).all(2).sum() == 50 * 60
 
 
 def test_a_zoom_looks_like_a_resize():

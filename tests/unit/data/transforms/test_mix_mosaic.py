@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.config.augment import AugmentConfig
 from ppdist.config.train import MicroBatches
 from ppdist.data.datasets.build import read_split
 from ppdist.data.loading.loader import TrainLoader
@@ -17,7 +16,7 @@ from ppdist.data.transforms.mix import Slot, around_a_point, mixup
 from ppdist.data.types import Sample, SampleKey, keyed_generator
 from tests.unit.data.loaders import arrays, assert_equal
 from tests.unit.data.sets import coco_config, write_coco
-from tests.unit.data.transforms.blocks import STILL, check_blocks, samples
+from tests.unit.data.transforms.blocks import STILL, samples
 
 YOLOV5 = {
     **STILL,
@@ -48,28 +47,6 @@ def loader(root: Path, workers=0) -> TrainLoader:
         sizes=[(64, 96), (96, 64)],
     )
     return TrainLoader(read_split(config, "train", 3), config, sampler, seed=3)
-
-
-@pytest.mark.parametrize("resize", ["stretch", "letterbox"])
-@pytest.mark.parametrize(
-    ("mosaic", "affine"),
-    [
-        (0, {}),
-        (0, {"scale": 0.5, "translate": 0.1}),
-        (0, {"scale": 0.3, "rotate": 20, "shear": 5}),
-        (1, {}),
-        (1, {"scale": 0.5, "translate": 0.1}),
-        (1, {"scale": 0.3, "rotate": 20, "shear": 5}),
-    ],
-)
-def test_mosaic_boxes_match_their_blocks(blocks, resize, mosaic, affine):
-    augment = {**STILL, "flip": 0.5, "flip_vertical": 0.5, "mosaic": mosaic, "affine": affine}
-    under_test = samples(blocks, augment, resize)
-    checked = sum(
-        check_blocks(under_test.make(SampleKey(0, index, 96, 128)), "rotate" in affine)
-        for index in range(12)
-    )
-    assert checked > 15
 
 
 def test_expand_crop_combine_with_affine_letterbox(blocks):
@@ -163,29 +140,6 @@ def test_the_last_epochs_go_without_mosaic_and_mixup(folder):
         samples(folder, augment)
 
 
-def test_every_part_that_is_switched_on_is_seen(folder):
-    key, seen = SampleKey(0, 7, 64, 64), []
-    for part in (
-        {},
-        {"mosaic": 1.0},
-        {"mixup": 1.0},
-        {"hsv": (0.1, 0.7, 0.4)},
-        *({"affine": {name: 0.5}} for name in ("scale", "translate")),
-        *({"affine": {name: 20}} for name in ("rotate", "shear")),
-        {"mosaic": 1.0, "distort": 1.0},
-        {"affine": {"scale": 0.5}, "distort": 1.0},
-    ):
-        seen.append(samples(folder, {**STILL, **part}).make(key).image_HW3.tobytes())
-    assert len(set(seen)) == len(seen)
-
-
-def test_other_seed_epoch_or_index_changes_mosaic(folder):
-    keys = [SampleKey(0, 5, 64, 64), SampleKey(1, 5, 64, 64), SampleKey(0, 6, 64, 64)]
-    made = [samples(folder, YOLOV5).make(key).image_HW3.tobytes() for key in keys]
-    made.append(samples(folder, YOLOV5, seed=1).make(keys[0]).image_HW3.tobytes())
-    assert len(set(made)) == 4
-
-
 def test_a_damaged_partner_is_replaced_as_always(tmp_path, caplog):
     write_coco(tmp_path, 11)
     (tmp_path / "images" / "003.jpg").write_bytes(b"\xff\xd8 no jpeg")
@@ -214,9 +168,3 @@ def test_crowds_are_not_learned_in_a_mosaic_either(tmp_path):
     (tmp_path / "set.json").write_text(json.dumps(content), encoding="utf-8")
     under_test = samples(tmp_path, {**YOLOV5, "mixup": 1.0})
     assert all(len(under_test.make(SampleKey(0, n, 64, 64)).labels_M) == 0 for n in range(4))
-
-
-def test_by_default_nothing_of_it_is_on():
-    config = AugmentConfig()
-    assert not (config.mosaic or config.mixup or any(config.hsv) or config.affine.moves)
-    assert config.close_mosaic_epochs == 0

@@ -12,8 +12,8 @@ from ppdist.config.augment import AugmentConfig
 from ppdist.config.parse import parse_config
 from ppdist.config.section import Section
 from ppdist.data.transforms.geometry import GREY
-from ppdist.data.transforms.mix import in_a_grid, random_layout
-from ppdist.data.types import SampleKey, keyed_generator
+from ppdist.data.transforms.mix import in_a_grid
+from ppdist.data.types import SampleKey
 from tests.unit.data.sets import write_coco
 from tests.unit.data.transforms.blocks import STILL, check_blocks, samples
 
@@ -53,16 +53,6 @@ def test_whole_mosaic_cells_tile_input_exactly():
             assert size[0] * row / 2 <= y1 and y2 <= size[0] * (row + 1) / 2
             seen_HW[round(y1) : round(y2), round(x1) : round(x2)] += 1
         assert seen_HW.max() == 1 and seen_HW.mean() > 0.93
-
-
-def test_whole_mosaic_grid_draws_no_random_numbers():
-    rng = keyed_generator(0, 1)
-    random_layout(True, (64, 96), rng)
-    assert rng.random() == keyed_generator(0, 1).random()
-    random_point = random_layout(False, (64, 96), keyed_generator(0, 1))
-    y, x = keyed_generator(0, 1).uniform(0.5, 1.5, 2) * (64, 96)
-    assert random_point.canvas == (128, 192) and random_point.cell == (64, 96)
-    assert all(slot[:2] == (x, y) for slot in random_point.slots)
 
 
 @pytest.mark.parametrize("resize", ["stretch", "letterbox"])
