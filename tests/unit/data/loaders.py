@@ -51,7 +51,7 @@ def eval_loader(
 
 
 def arrays(batch: Batch) -> list[np.ndarray]:
-    return [np.asarray(getattr(batch, name)) for name in Arrays._fields]
+    return [np.asarray(getattr(batch, name)) for name in Arrays.__annotations__]
 
 
 def assert_equal(ours, theirs) -> None:

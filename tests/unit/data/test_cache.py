@@ -85,8 +85,8 @@ def test_a_forked_worker_fills_what_the_others_see(tmp_path, kind):
     child = os.fork()
     if child == 0:
         fill(cache, replace(dataset, records=dataset.records[:3]))
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
     np.testing.assert_array_equal(cache.get(2), decoded(dataset, 2))
     assert cache.get(3) is None
 
@@ -229,8 +229,8 @@ def test_the_rest_of_the_disk_stays_free_for_all_workers(tmp_path, monkeypatch):
                 cache_module._warn = lambda text: file.write(f"{text}\n")
                 shutil.disk_usage = lambda folder: SimpleNamespace(free=cache_module._SPARE)
                 fill(cache, dataset)
-            os._exit(0)
-        assert os.waitpid(worker, 0)[1] == 0
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert os.waitpid(worker, 0)[1] == signal.SIGKILL
     assert len(warned.read_text(encoding="utf-8").splitlines()) == 1
     fill(cache, dataset)
     assert not files_in(tmp_path / "cache")  # nobody tries again

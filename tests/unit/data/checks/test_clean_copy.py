@@ -75,7 +75,7 @@ def test_image_of_bad_labels_alone_is_no_background(tmp_path, line):
     }
     assert (found["image_objects_lost"], found["image_no_boxes"]) == (1, 1)
     cleaned, copied = _cleaned(settings, tmp_path / "out", form="yolo")
-    assert "train: 1 image_objects_lost: the image is left out" in cleaned.lines
+    assert any("train: 1 image_objects_lost" in line for line in cleaned.lines)
     assert _names(copied, "train") == ["000.jpg", "background.jpg"]
 
 
@@ -123,12 +123,8 @@ def test_of_equal_images_one_good_one_always_stays(tmp_path):
     cleaned, again = _cleaned(config(root, "coco", "train.json", "val.json"), tmp_path / "out")
     assert _names(again, "train") == ["a2.png", "b.png", "v_in_train.png"]
     assert _names(again, "val") == ["w.png", "x.png"]
-    assert cleaned.lines == [
-        "train: 1 size_mismatch: left out",
-        "train: 1 image_duplicate: once",
-        "train: 1 leakage: left out of training",
-        "val: 1 size_mismatch: left out",
-    ]
+    kinds = ["train: 1 size_mismatch", "train: 1 image_duplicate", "train: 1 leakage"]
+    assert [line.rpartition(": ")[0] for line in cleaned.lines] == [*kinds, "val: 1 size_mismatch"]
     assert validate(again, decode=True, workers=1).errors == 0
 
 

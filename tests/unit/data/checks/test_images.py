@@ -194,8 +194,7 @@ def test_file_killing_or_hanging_child_is_named(tmp_path, monkeypatch):
             killed = "decoding it kills the process (SIGSEGV)"
             assert found.problem == ("image_crashes_decoder", killed) and found.passing
         elif "hang" in name:
-            assert found.problem == ("image_hangs_decoder", "not decoded after 1 s")
-            assert found.passing
+            assert found.problem.code == "image_hangs_decoder" and found.passing
         else:  # also the one that was killed once, by the system as it seems
             assert found == ImageCheck(digest=file.path)
 
@@ -222,7 +221,7 @@ def test_a_child_amid_an_image_ends_with_its_parent(tmp_path, monkeypatch):
     parent = os.fork()
     if parent == 0:
         check_images(files, workers=1)
-        os._exit(0)
+        os.kill(os.getpid(), signal.SIGTERM)
     child = 0
     for _ in range(600):
         if child == 0 and (tmp_path / "child").exists():

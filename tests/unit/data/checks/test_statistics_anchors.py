@@ -137,10 +137,10 @@ def test_the_tool_prints_anchors_that_can_be_pasted(
     assert again.returncode == 0, again.stderr
     row = next(line for line in again.stdout.splitlines() if "best possible recall" in line)
     assert row.count("1.0000") == 2
-    assert "training would keep the present anchors (model.anchors)" in again.stdout
+    assert "keep the present anchors" in again.stdout
     monkeypatch.setattr(YOLOv5, "anchor_threshold", 1.5)
     fitted = run_here("data", "anchors", "-c", config)
-    assert "of anchors fitted to them: " in fitted.stdout.splitlines()[-1]
+    assert "fitted" in fitted.stdout.splitlines()[-1]
 
 
 def test_the_tool_refuses_a_model_without_anchors(made: Path) -> None:
@@ -148,6 +148,4 @@ def test_the_tool_refuses_a_model_without_anchors(made: Path) -> None:
         "data", "anchors", "-c", made / "cfg.yml", "-o", "model.name=ppyoloe", "model.size=s"
     )
     assert done.returncode == 2
-    assert done.stderr.strip().endswith(
-        "ppdist: error: model.name: ppyoloe has no anchors; only yolov5 has [model_without_anchors]"
-    )
+    assert "model.name: ppyoloe" in done.stderr and "[model_without_anchors]" in done.stderr

@@ -75,12 +75,7 @@ def test_check_continues_without_invalid_coco_parts(tmp_path):
     ]  # fmt: skip
     assert [image.image_id for image in raw.images] == [1, 2, 3, 4, 8, 10]
     assert sum(len(image.objects) for image in raw.images) == 6
-    file = tmp_path / "set.json"
-    assert issues[0].text == (
-        f"{file}: category ids are not 1 to 3: mapped to classes 1 RBC -> 0, 2 WBC -> 1, "
-        f"90 Platelets -> 2"
-    )
-    assert issues[6].text == f"{file}: images[8]: 001.jpg is listed a second time"
+    assert "90 Platelets -> 2" in issues[0].text and "images[8]: 001.jpg" in issues[6].text
 
 
 def test_check_continues_without_invalid_voc_objects(tmp_path):
@@ -142,7 +137,7 @@ def test_western_class_names_stay_western(tmp_path):
     (tmp_path / "train.txt").write_text("a\nb\nc\n")
     raw, issues = found_in(config)
     assert raw.class_names == ("Caf\u00e9", "L\u00f6we")
-    assert {issue.text.split(": ")[-1] for issue in issues} == {"read as Windows-1252, a guess"}
+    assert all("Windows-1252" in issue.text for issue in issues)
 
 
 @pytest.mark.parametrize("name", ["血小板", "貓頭鷹", "臺灣", "鱿鱼"])
@@ -156,14 +151,14 @@ def test_chinese_class_names_stay_chinese(tmp_path, name):
 def test_alike_class_names_are_a_warning_with_both(tmp_path):
     config = voc_set(tmp_path, {"a": "train"}, {"a": ["Raccoon", "raccoon", "cat"]})
     (note,) = read_split(config, "train", 3).notes
-    assert "classes 'Raccoon' and 'raccoon' differ only in case or spaces" in note
+    assert "'Raccoon' and 'raccoon'" in note
     folder = tmp_path / "of_classes"
     for name in ("Cat", "cat "):
         write_images(folder / name, 1)
     part = SplitConfig(images="of_classes")
     config = DataConfig(format="folder", root=str(tmp_path), train=part, val=part)
     (note,) = read_split(config, "train", 2).notes
-    assert "classes 'Cat' and 'cat ' differ" in note
+    assert "'Cat' and 'cat '" in note
 
 
 @pytest.mark.parametrize(
@@ -182,8 +177,7 @@ def test_images_that_lose_all_boxes_are_left_out(tmp_path, policy, box, kept):
     dataset = read_split(config, "train", 3)
     assert [int(record.path[-5]) for record in dataset.records] == kept
     if 1 not in kept:
-        assert "1 of 3 images are left out" in dataset.notes[-1]
-        assert "(1 images are annotated to show no object" in dataset.notes[-1]
+        assert "1 of 3 images" in dataset.notes[-1] and "(1 images" in dataset.notes[-1]
     assert len(read_split(config, "train", 3, whole=True).records) == 3
 
 
@@ -342,7 +336,7 @@ def test_object_with_malformed_outline_keeps_its_box(tmp_path, segmentation):
     assert thing.polygons == () and "segmentation" not in thing.extra
     dataset = read_split(coco_config(tmp_path), "train", 3, masks=True)
     assert len(dataset.records[1].labels_M) == 1
-    assert "expected lists of x1, y1, x2, y2, ..." in dataset.notes[0]
+    assert "x1, y1, x2, y2" in dataset.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -374,7 +368,7 @@ def test_box_with_zero_float32_area_is_issue(tmp_path):
     write_json(tmp_path, content)
     dataset = read_split(coco_config(tmp_path), "train", whole=True)
     assert len(dataset.records[1].labels_M) == 0
-    assert "1 dropped (without area) of 1 boxes" in dataset.notes[0]
+    assert "1 dropped (without area)" in dataset.notes[0]
     assert box_problem((40.0, 2.0, 40.0 + 1e-7, 6.0), 64, 48) == "box_no_area"
     assert box_problem((64 - 1e-7, 2.0, 70.0, 6.0), 64, 48) == "box_outside"
     assert box_problem((0.0, 2.0, 1e-7, 6.0), 64, 48) is None
@@ -401,18 +395,9 @@ def test_label_files_of_no_image_or_of_two_are_found(tmp_path):
     image = tmp_path / "images" / "000.png"
     image.write_bytes((tmp_path / "images" / "000.jpg").read_bytes())
     raw, issues = found_in(config)
-    assert issues == [
-        Issue(
-            "label_without_image",
-            f"there is no image of this name in {tmp_path}/images",
-            where=f"{tmp_path}/labels/orphan.txt",
-        ),
-        Issue(
-            "label_shared",
-            "the label file of both 000.jpg and 000.png",
-            str(image),
-            f"{tmp_path}/labels/000.txt",
-        ),
+    assert [(issue.code, issue.image, issue.where) for issue in issues] == [
+        ("label_without_image", "", f"{tmp_path}/labels/orphan.txt"),
+        ("label_shared", str(image), f"{tmp_path}/labels/000.txt"),
     ]
     assert [len(image.objects) for image in raw.images] == [1, 1, 0]
 

@@ -77,9 +77,7 @@ def test_real_set_has_documented_counts(blood):
         assert len(found.records) == images
         assert sum(len(record.labels_M) for record in found.records) == boxes - 1
         (note,) = found.notes
-        assert note == (
-            f"{found.source}: 1 dropped (without area) of {boxes} boxes (data.bad_boxes: clip)"
-        )
+        assert note.startswith(f"{found.source}: 1 dropped") and f"{boxes} boxes" in note
 
 
 def test_real_set_names_its_empty_box_on_request(shared_dir):

@@ -162,7 +162,7 @@ def test_plain_names_are_taken_as_others_are(tmp_path):
     file.write_text(json.dumps(coco_content(names)))
     expected = [str(find_image(folder, name, str(file), quietly)) for name in names]
     assert read_coco_columns(folder, file, quietly).paths == expected
-    for name in ("../a.jpg", "/a.jpg", "a/../../b.jpg", ".", "a\0", ""):
+    for name in ("../a.jpg", "/a.jpg", "a/../../b.jpg", ".", "a\0", "\ud800.jpg", ""):
         file.write_text(json.dumps(coco_content([name])))
         assert outcome(file, "clip")[0] == "path_outside", name
 

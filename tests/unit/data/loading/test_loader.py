@@ -11,11 +11,12 @@ import pytest
 
 from ppdist.common.errors import DataError
 from ppdist.config.augment import AugmentConfig
+from ppdist.data.datasets.build import read_split
 from ppdist.data.image import DARK, read_image
 from ppdist.data.transforms.pipeline import TrainSamples
 from tests.errors import raises
 from tests.unit.data.loaders import arrays, assert_equal, eval_loader, loader, warnings_in
-from tests.unit.data.sets import coco_content, write_coco, write_images, write_json
+from tests.unit.data.sets import coco_config, coco_content, write_coco, write_images, write_json
 
 COUNT = 11
 
@@ -49,7 +50,7 @@ def test_a_batch_is_what_the_contract_says(folder):
 def test_without_augmentation_training_sees_the_file(folder):
     still = AugmentConfig(distort=0, expand=0, crop=0, flip=0, random_interpolation=False)
     one = loader(folder, sizes=[(48, 64)], augment=still, end=3)
-    records = one._samples._dataset.records
+    records = read_split(coco_config(folder), "train").records
     for batch in one:
         for position, index in enumerate(batch.image_index_B.numpy()):
             expected = read_image(records[index].path)
@@ -102,7 +103,7 @@ def test_evaluation_loads_each_image_once_stretched(folder, workers, world):
         for batch in one:
             assert batch.real and batch.images_B3HW.shape[1:] == [3, 32, 80]
             np.testing.assert_allclose(batch.scale_B2.numpy()[0], [32 / 48, 80 / 64])
-            records = one._samples._dataset.records
+            records = read_split(coco_config(folder), "val").records
             for position, index in enumerate(batch.image_index_B.numpy()):
                 mask = batch.mask_BM[position].numpy() > 0
                 boxes = batch.boxes_BM4[position].numpy()[mask] / [1.25, 2 / 3, 1.25, 2 / 3]
@@ -136,10 +137,8 @@ def test_damaged_image_is_replaced_and_named_once(damaged, workers, caplog):
         ]
     once = [index if index != 3 else 4 for index in range(COUNT)]
     assert sorted(found) == sorted(2 * once)
-    assert warnings_in(caplog) == [
-        f"{damaged / 'images' / '003.jpg'}: the JPEG data end early (incomplete file); training "
-        f"takes the next good image in its place"
-    ]
+    (line,) = warnings_in(caplog)
+    assert line.startswith(f"{damaged / 'images' / '003.jpg'}: ") and "next good image" in line
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -147,7 +146,7 @@ def test_evaluation_leaves_a_damaged_image_out(damaged, workers):
     (batch,) = eval_loader(damaged, workers, batch_size=20)
     assert batch.image_index_B.numpy().tolist() == [at for at in range(COUNT) if at != 3]
     assert batch.images_B3HW.shape[0] == COUNT - 1
-    assert batch.bad_images == {3: "the JPEG data end early (incomplete file)"}
+    assert set(batch.bad_images) == {3}
     alone = [*eval_loader(damaged, workers, batch_size=1)][3]
     assert alone.image_index_B.numpy().tolist() == [-1] and set(alone.bad_images) == {3}
 
@@ -155,7 +154,7 @@ def test_evaluation_leaves_a_damaged_image_out(damaged, workers):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [loader, eval_loader])
 def test_a_damaged_image_stops_the_run_when_asked_to(damaged, workers, make):
-    with raises("image_truncated", str(damaged / "images" / "003.jpg"), "the JPEG data end early"):
+    with raises("image_truncated", str(damaged / "images" / "003.jpg")):
         list(make(damaged, workers, bad_images="error"))
     assert_no_workers_left()
 
@@ -165,9 +164,7 @@ def test_nothing_but_damaged_images_stops_the_run(damaged):
         file.write_bytes(b"")
     with raises("no_good_image") as caught:
         list(loader(damaged))
-    text = str(caught.value)
-    assert text.startswith(f"{damaged / 'set.json'}: 11 images in a row cannot be read; the first:")
-    assert text.endswith(".jpg: the file is empty")
+    assert caught.value.where == str(damaged / "set.json") and "11 images" in str(caught.value)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

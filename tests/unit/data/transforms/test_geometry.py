@@ -64,15 +64,21 @@ def test_boxes_follow_pixels_in_expand_crop_and_flip():
     assert checked > 40
 
 
+def mirrored(*axes: str) -> ResizeParams:
+    """Nothing but this."""
+    values = zip(ResizeParams.__annotations__, whole(64, 48, (48, 64)))
+    return ResizeParams(**dict(values) | dict.fromkeys(axes, True))
+
+
 def test_mirroring_twice_is_nothing():
     image, boxes = picture(), np.array([[3, 4, 30, 40]], np.float32)
     for axis in ("mirror_x", "mirror_y"):
-        placement = whole(64, 48, (48, 64))._replace(**{axis: True})
+        placement = mirrored(axis)
         once = render(image, placement, cv2.INTER_LINEAR)
         np.testing.assert_array_equal(once, image[:, ::-1] if axis == "mirror_x" else image[::-1])
         twice, _ = map_boxes(map_boxes(boxes, placement)[0], placement)
         np.testing.assert_allclose(twice, boxes)
-    both = whole(64, 48, (48, 64))._replace(mirror_x=True, mirror_y=True)
+    both = mirrored("mirror_x", "mirror_y")
     np.testing.assert_array_equal(render(image, both, cv2.INTER_LINEAR), image[::-1, ::-1])
 
 

