@@ -4,21 +4,26 @@ A *feature map* is a tensor [B, C, H, W], or, between layers that run on oneDNN,
 layout, [B, C / block, H, W, block] (`onednn.layout`).  Float32 maps in Paddle's layout use Paddle's
 operators.
 
+`compute` takes the operations of models/functional.py over.  One without a kernel here gets maps
+as Paddle takes them.
+
 A map is float32, or bfloat16 at level O2 of `precision.py`.  Maps of bfloat16 use oneDNN's
 operators in either layout, because Paddle has few on CPUs: neither the sum of two tensors nor the
 gradient of concatenation, pooling or a mean.  It sums gradients of bfloat16, but element by
 element, so `share` passes a map to several layers.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
 
 import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from ppdist.cpu import onednn, precision
-from ppdist.models.feature_maps import FeatureMaps
+from ppdist.models import functional
+from ppdist.models.functional import ACTIVATIONS
 
 
 def layout_of(x: Tensor) -> onednn.Descriptor:
@@ -199,70 +204,106 @@ def _scaling_kernel(x: Tensor) -> onednn.Convolution | None:
     return conv if conv is not None and conv.y_given.equals(conv.x_given) else None
 
 
-class OneDNNMaps(FeatureMaps):
-    """Operations on feature maps in either layout."""
+_Operator = Callable[..., Any]
 
-    def to_plain(self, x: Tensor) -> Tensor:
-        return x if x.ndim == 4 else _Plain.apply(x)
 
-    def for_paddle(self, x: Tensor) -> Tensor:
-        x = self.to_plain(x)
-        return x.astype("float32") if _is_low(x) else x
+def compute(operation: _Operator, operator: _Operator, *arguments: Any, **named: Any) -> Any:
+    """Computes an operation of models/functional.py.  Args: operator: Paddle's."""
+    return _KERNELS.get(operation, _by_paddle)(operator, *arguments, **named)
 
-    def share(self, x: Tensor, count: int) -> Sequence[Tensor]:
-        """Sums gradients in oneDNN; Paddle's sum takes 6 % of a step."""
-        if not _is_low(x) or x.stop_gradient:
-            return super().share(x, count)
+
+def to_plain(x: Tensor) -> Tensor:
+    """Puts a map into Paddle's layout."""
+    return _Plain.apply(x) if x.ndim == 5 else x
+
+
+def _for_paddle(x: Tensor) -> Tensor:
+    """Puts a map into Paddle's layout and float32: Paddle has few operators of bfloat16."""
+    x = to_plain(x)
+    return x.astype("float32") if _is_low(x) else x
+
+
+def _by_paddle(operator: _Operator, x: Tensor, *settings: Any, **named: Any) -> Any:
+    return operator(_for_paddle(x), *settings, **named)
+
+
+def _share(operator: _Operator, x: Tensor, count: int) -> Sequence[Tensor]:
+    """Sums gradients in oneDNN; Paddle's sum takes 6 % of a step."""
+    if not _is_low(x) or x.stop_gradient:
+        return operator(x, count)
+    x = contiguous(x)
+    return _Share.apply(x, count, precision.current().get("Sum", layout_of(x)))
+
+
+def _add(operator: _Operator, x: Tensor, y: Tensor) -> Tensor:
+    x, y = _of_one_dtype([x, y])
+    # Shapes of plain maps are not compared: a graph for any batch and size does not know them.
+    if x.ndim != y.ndim or (x.ndim == 5 and x.shape != y.shape):
+        x, y = to_plain(x), to_plain(y)
+    if _is_low(x):
         x = contiguous(x)
-        return _Share.apply(x, count, precision.current().get("Sum", layout_of(x)))
+        return _Add.apply(x, y, precision.current().get("Sum", layout_of(x)))
+    return operator(x, y)
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        x, y = _of_one_dtype([x, y])
-        # Shapes of plain maps are not compared: a graph for any batch and size does not know them.
-        if x.ndim != y.ndim or (x.ndim == 5 and x.shape != y.shape):
-            x, y = self.to_plain(x), self.to_plain(y)
-        if _is_low(x):
-            x = contiguous(x)
-            return _Add.apply(x, y, precision.current().get("Sum", layout_of(x)))
-        return super().add(x, y)
 
-    def concat(self, parts: Sequence[Tensor]) -> Tensor:
-        parts = _of_one_dtype(parts)
-        if any(x.ndim == 5 for x in parts):
-            kernel = _concat_kernel(*(layout_of(x) for x in parts))
-            if kernel is not None:
-                return _Concat.apply(kernel, *parts)
-        parts = [self.to_plain(x) for x in parts]
-        if _is_low(parts[0]):
-            return _Concat.apply(_concat_kernel(*(layout_of(x) for x in parts)), *parts)
-        return super().concat(parts)
+def _concat(operator: _Operator, parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+    parts = _of_one_dtype(parts)
+    if axis == 1 and any(x.ndim == 5 for x in parts):
+        kernel = _concat_kernel(*(layout_of(x) for x in parts))
+        if kernel is not None:
+            return _Concat.apply(kernel, *parts)
+    parts = [to_plain(x) for x in parts]
+    if axis == 1 and _is_low(parts[0]):
+        return _Concat.apply(_concat_kernel(*(layout_of(x) for x in parts)), *parts)
+    return operator([_for_paddle(x) for x in parts], axis)
 
-    def activate(self, x: Tensor, name: str) -> Tensor:
-        if _is_low(x):
-            return _Activate.apply(x, precision.current().get("Activation", name, layout_of(x)))
-        return super().activate(x, name)
 
-    def max_pool(self, x: Tensor, size: int, stride: int = 1) -> Tensor:
-        if x.ndim == 5 or _is_low(x):
-            return _OneMap.apply(x, _kernels_for(x).get("max_pool", layout_of(x), size, stride))
-        return super().max_pool(x, size, stride)
+def _activate(name: str, operator: _Operator, x: Tensor) -> Tensor:
+    if _is_low(x):
+        return _Activate.apply(x, precision.current().get("Activation", name, layout_of(x)))
+    return operator(x)
 
-    def upsample2x(self, x: Tensor) -> Tensor:
-        if x.ndim == 5:
-            return _OneMap.apply(x, _kernels_for(x).get("upsample2x", layout_of(x)))
-        return super().upsample2x(x)
 
-    def spatial_mean(self, x: Tensor) -> Tensor:
-        if x.ndim == 5:
-            y = _OneMap.apply(x, _kernels_for(x).get("mean_pool", layout_of(x)))
-            return y.reshape([x.shape[0], -1, 1, 1]).astype("float32")
-        return super().spatial_mean(x)
+def _max_pool2d(
+    operator: _Operator, x: Tensor, size: int, stride: int | None = None, padding: int = 0
+) -> Tensor:
+    centred = size % 2 == 1 and padding == size // 2
+    if centred and (x.ndim == 5 or _is_low(x)):
+        kernel = _kernels_for(x).get("max_pool", layout_of(x), size, stride or size)
+        return _OneMap.apply(x, kernel)
+    return _by_paddle(operator, x, size, stride, padding)
 
-    def scale_channels(self, x: Tensor, factor_BC11: Tensor) -> Tensor:
-        if x.ndim == 4:
-            return super().scale_channels(x, factor_BC11)
-        conv = _scaling_kernel(x)
-        if conv is not None:
-            return _ScaleChannels.apply(x, factor_BC11, conv)
-        batch, groups, _, _, block = x.shape
-        return super().scale_channels(x, factor_BC11.reshape([batch, groups, 1, 1, block]))
+
+def _upsample2x(operator: _Operator, x: Tensor) -> Tensor:
+    if x.ndim == 4:
+        return operator(x)
+    return _OneMap.apply(x, _kernels_for(x).get("upsample2x", layout_of(x)))
+
+
+def _spatial_mean(operator: _Operator, x: Tensor) -> Tensor:
+    if x.ndim == 4:
+        return operator(x)
+    y = _OneMap.apply(x, _kernels_for(x).get("mean_pool", layout_of(x)))
+    return y.reshape([x.shape[0], -1, 1, 1]).astype("float32")
+
+
+def _scale_channels(operator: _Operator, x: Tensor, factor_BC11: Tensor) -> Tensor:
+    if x.ndim == 4:
+        return operator(x, factor_BC11)
+    conv = _scaling_kernel(x)
+    if conv is not None:
+        return _ScaleChannels.apply(x, factor_BC11, conv)
+    batch, groups, _, _, block = x.shape
+    return operator(x, factor_BC11.reshape([batch, groups, 1, 1, block]))
+
+
+_KERNELS: dict[_Operator, _Operator] = {
+    functional.share: _share,
+    functional.add: _add,
+    functional.concat: _concat,
+    functional.max_pool2d: _max_pool2d,
+    functional.upsample2x: _upsample2x,
+    functional.spatial_mean: _spatial_mean,
+    functional.scale_channels: _scale_channels,
+    **{activation: partial(_activate, name) for name, activation in ACTIVATIONS.items()},
+}

@@ -1,10 +1,11 @@
 """Layers on oneDNN's CPU kernels, one for each plain layer.
 
 Every layer takes feature maps in Paddle's layout or in oneDNN's (feature_maps.py).  `ConvBNLayer`
-and `RepConv` output oneDNN's if `keeps_layout` says that every consumer accepts it; any other
-`nn.Conv2D` outputs Paddle's.  Each class only overrides methods of its plain base class, so that
-changing the class of a built layer switches it (switch.py).  Layers without a oneDNN kernel, other
-dtypes and other kinds of batch norm run as before.
+and `RepConv` output oneDNN's, in the dtype of `precision.py`, if `keeps_layout` says that every
+reader accepts it; else, and any other `nn.Conv2D`, Paddle's in float32.  Each class only overrides
+methods of its plain base class, so that changing the class of a built layer switches it
+(switch.py).  Layers without a oneDNN kernel, other dtypes and other kinds of batch norm run as
+before.
 """
 
 import math
@@ -16,11 +17,10 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 
 from ppdist.cpu import onednn, precision
-from ppdist.cpu.feature_maps import contiguous, dtype_of, layout_of
+from ppdist.cpu.feature_maps import contiguous, dtype_of, layout_of, to_plain
 from ppdist.cpu.precision import Kernels
 from ppdist.distributed import paddle_api
 from ppdist.models.attention import HEADS, MultiHeadAttention
-from ppdist.models.feature_maps import maps
 from ppdist.models.layers import ConvBNLayer, RepConv
 
 
@@ -54,7 +54,7 @@ def _kernel(
 def _paddles_own(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Runs the plain layer on a plain float32 map."""
     if dtype_of(x) == "bfloat16":
-        x = maps.to_plain(x).astype("float32")
+        x = to_plain(x).astype("float32")
     with precision.compute_in(precision.current().at("O1")):
         return forward(x)
 
@@ -94,7 +94,7 @@ class OneDNNConv2D(nn.Conv2D):
     def forward(self, x: Tensor) -> Tensor:
         conv = _kernel(self, x)
         if conv is None:
-            return _paddles_own(super().forward, maps.to_plain(x))
+            return _paddles_own(super().forward, to_plain(x))
         inputs = (x, self.weight, self.bias)
         return _Convolve.apply(*inputs, conv, _needs(*inputs))
 
@@ -325,7 +325,8 @@ def _compute(
     moving = not any(fixed) and all(type(b.bn) is nn.BatchNorm2D for b in blocks)
     kernels, convs = precision.current(), list[Any]()
     if constants or moving:
-        convs = [_kernel(b.conv, x, layer.keeps_layout, kernels.between) for b in blocks]
+        y_dtype = kernels.between if layer.keeps_layout else "float32"
+        convs = [_kernel(b.conv, x, layer.keeps_layout, y_dtype) for b in blocks]
     if not convs or None in convs or not _same_layouts(convs[0], convs[-1]):
         return _paddles_own(plain, x)
     branches = [_Branch(kernels, conv, b.bn) for conv, b in zip(convs, blocks)]
@@ -342,7 +343,7 @@ def _same_layouts(one: onednn.Convolution, other: onednn.Convolution) -> bool:
 class OneDNNConvBNLayer(ConvBNLayer):
     """ConvBNLayer on oneDNN.  Synchronised or frozen batch norm runs as before."""
 
-    keeps_layout = False  # the output is in oneDNN's layout, if that has a name
+    keeps_layout = False  # the output is in oneDNN's layout, if that has a name, and dtype
 
     def forward(self, x: Tensor) -> Tensor:
         folded = not isinstance(self.bn, nn.BatchNorm2D)

@@ -28,7 +28,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from ppdist.models.feature_maps import LEAKY_SLOPE
+from ppdist.models.functional import LEAKY_SLOPE
 
 _MAX_DIMS = 12
 _CPU, _IN_ORDER, _ANY = 1, 1, 1

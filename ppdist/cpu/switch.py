@@ -7,8 +7,10 @@ and state-dict keys stay the same objects; `use_plain_layers(model)` changes it 
 export).  The values are those of the plain layers up to the order of float32 sums;
 `self_check(model)` compares both on this machine, and training stays eager if they differ.
 
-Between our layers, feature maps stay in oneDNN's layout (feature_maps.py) if all layers around them
-are declared by `passes_maps`; other layers get them in Paddle's.
+Layers of ppdist/models/ join and scale feature maps by models/functional.py alone, which
+feature_maps.py computes; so between them maps stay in oneDNN's layout, and in bfloat16 where it
+computes in that.  Any other layer, and all within it, gets maps as Paddle's operators take them: a
+detector of a plug-in may use any operator.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +20,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from ppdist.cpu import onednn
-from ppdist.cpu.feature_maps import OneDNNMaps
+from ppdist.cpu import feature_maps, onednn
 from ppdist.cpu.layers import (
     OneDNNConv2D,
     OneDNNConvBNLayer,
@@ -30,9 +31,9 @@ from ppdist.cpu.layers import (
 )
 from ppdist.cpu.precision import FLOAT32, Kernels, compute_in
 from ppdist.distributed import paddle_api
+from ppdist.models import functional
 from ppdist.models.attention import MultiHeadAttention
 from ppdist.models.base import ImageModel, Targets, tensors_in
-from ppdist.models.feature_maps import is_passing, maps
 from ppdist.models.layers import ConvBNLayer, RepConv
 
 LAYER_TOLERANCE = 2e-4  # of the largest value; measured 1e-7 to 1e-5, a wrong kernel gives > 1e-1
@@ -62,11 +63,9 @@ def use_onednn(model: nn.Layer) -> int:
     Raises: OSError, onednn.OneDNNError: no usable library, which `self_check` reports before.
     """
     onednn.library()
-    maps.__class__ = OneDNNMaps  # it leaves maps in Paddle's layout to Paddle
+    functional.compute_by(feature_maps.compute)  # it leaves maps in Paddle's layout to Paddle
     count = _change_classes(model, _FAST)
-    for layer, inside in _with_place(model, isinstance(model, ImageModel)):
-        if isinstance(layer, (OneDNNConvBNLayer, OneDNNRepConv)):
-            layer.keeps_layout = inside
+    _keep_layouts(model, isinstance(model, ImageModel))
     return count
 
 
@@ -80,25 +79,16 @@ def is_on_onednn(model: nn.Layer) -> bool:
     return any(type(layer) is OneDNNConv2D for layer in model.sublayers(include_self=True))
 
 
-def undeclared_layers(model: ImageModel) -> list[str]:
-    """Classes that force maps back into Paddle's layout."""
-    found = dict.fromkeys(
-        type(layer).__qualname__
-        for layer, inside in _with_place(model, True)
-        if inside and not is_passing(layer) and type(layer) not in {**_FAST, **_PLAIN}
-        and any(isinstance(part, nn.BatchNorm2D) for part in layer.sublayers())
-    )  # fmt: skip
-    return list(found)
-
-
-def _with_place(layer: nn.Layer, inside: bool) -> Iterator[tuple[nn.Layer, bool]]:
-    """Yields each layer, and whether all layers around it pass maps on.
-
-    Args: inside: whether those around the first one do.
-    """
-    yield layer, inside
+def _keep_layouts(layer: nn.Layer, ours: bool) -> None:
+    """Lets layers keep maps in oneDNN's layout where all layers around them are ours."""
+    if isinstance(layer, OneDNNConvBNLayer | OneDNNRepConv):
+        layer.keeps_layout = ours
+    made = type(layer)
+    ours = ours and (
+        made in (nn.Sequential, nn.LayerList) or made.__module__.startswith("ppdist.models.")
+    )
     for part in layer.children():
-        yield from _with_place(part, inside and is_passing(layer))
+        _keep_layouts(part, ours)
 
 
 def _change_classes(model: nn.Layer, classes: dict[type[nn.Layer], type[nn.Layer]]) -> int:

@@ -25,12 +25,7 @@ from ppdist.config.parse import dump_yaml
 from ppdist.config.train import AmpConfig, MicroBatches
 from ppdist.cpu.kernel_check import check_once
 from ppdist.cpu.precision import BFLOAT16, Kernels, compute_in
-from ppdist.cpu.switch import (
-    is_on_onednn,
-    self_check,
-    undeclared_layers,
-    use_onednn,
-)
+from ppdist.cpu.switch import self_check, use_onednn
 from ppdist.data.checks.statistics import refit, sizes_in_input
 from ppdist.data.datasets.build import limits
 from ppdist.data.loading.loader import EvalLoader
@@ -581,12 +576,6 @@ def _speed_up(
     model, slow = models[0], speed_up_cpu(config, models)
     if slow:
         log.warning(slow)
-    elif is_on_onednn(model) and (undeclared := undeclared_layers(model)):
-        log.warning(
-            f"slower on this CPU than necessary: {', '.join(undeclared)} copies feature maps to "
-            "Paddle's layout after each convolution; build such layers from ConvBNLayer "
-            "and declare them with @passes_maps (docs/adding_a_detector.md)"
-        )
     if config.train.amp.enabled and not device.on_accelerator():
         check_low_precision(config, model, slow, kernels)
 

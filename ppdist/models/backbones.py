@@ -15,7 +15,7 @@ from paddle import Tensor, nn
 
 from ppdist.common import plugin
 from ppdist.common.errors import ConfigError
-from ppdist.models.feature_maps import maps, passes_maps
+from ppdist.models import functional
 from ppdist.models.layers import C3, SPPF, ConvBNLayer, EffectiveSELayer, RepBlock, yolov5_conv
 
 
@@ -61,7 +61,6 @@ class Backbone(nn.Layer):
         raise NotImplementedError
 
 
-@passes_maps
 class Stem(nn.Layer):
     """Three 3x3 ConvBNLayers, the first with stride 2."""
 
@@ -75,7 +74,6 @@ class Stem(nn.Layer):
         return self.conv3(self.conv2(self.conv1(images)))
 
 
-@passes_maps
 class CSPResStage(nn.Layer):
     """Halves the resolution; half the channels pass through RepBlocks; channel attention."""
 
@@ -91,12 +89,11 @@ class CSPResStage(nn.Layer):
         self.conv3 = ConvBNLayer(2 * half, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = maps.share(self.conv_down(x), 2)
-        mixed = maps.concat([self.conv1(beside), self.blocks(self.conv2(x))])
+        x, beside = functional.share(self.conv_down(x), 2)
+        mixed = functional.concat([self.conv1(beside), self.blocks(self.conv2(x))], axis=1)
         return self.conv3(self.attn(mixed))
 
 
-@passes_maps
 class CSPRepResNet(Backbone):
     """The backbone of PP-YOLOE.
 
@@ -137,7 +134,6 @@ class CSPRepResNet(Backbone):
         return features[self.first - 1 :]  # the stem's is level 1
 
 
-@passes_maps
 class CSPDarknet(Backbone):
     """The backbone of YOLOv5.
 

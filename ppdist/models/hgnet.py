@@ -8,11 +8,10 @@ those of D-FINE's torch implementation.
 
 from typing import NamedTuple
 
-import paddle.nn.functional as F
 from paddle import Tensor, nn
 
+from ppdist.models import functional
 from ppdist.models.backbones import Backbone
-from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.layers import ConvBNLayer
 
 
@@ -42,7 +41,6 @@ SIZES = {
 LIGHT_FROM = 4  # level whose blocks are of light convolutions, 5x5
 
 
-@passes_maps
 class LearnableAffine(nn.Layer):
     """scale * x + bias, two learned numbers."""
 
@@ -52,10 +50,9 @@ class LearnableAffine(nn.Layer):
         self.bias = self.create_parameter([1], is_bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return maps.affine(x, self.scale, self.bias)
+        return functional.affine(x, self.scale, self.bias)
 
 
-@passes_maps
 class AffineConvBNLayer(nn.Layer):
     """ConvBNLayer with ReLU, then `LearnableAffine`."""
 
@@ -84,7 +81,6 @@ def _conv(
     return AffineConvBNLayer(block) if affine else block
 
 
-@passes_maps
 class LightConv(nn.Layer):
     """1x1 ConvBNLayer without activation, then a depthwise convolution."""
 
@@ -97,7 +93,6 @@ class LightConv(nn.Layer):
         return self.conv2(self.conv1(x))
 
 
-@passes_maps
 class HGStem(nn.Layer):
     """A quarter of the resolution.
 
@@ -114,16 +109,15 @@ class HGStem(nn.Layer):
         self.stem4 = _conv(middle, out_channels, 1, affine)
 
     def forward(self, images_B3HW: Tensor) -> Tensor:
-        x = F.pad(maps.for_paddle(self.stem1(images_B3HW)), _RIGHT_AND_DOWN)
-        pooled = F.max_pool2d(x, 2, stride=1)
-        x = self.stem2b(F.pad(maps.for_paddle(self.stem2a(x)), _RIGHT_AND_DOWN))
-        return self.stem4(self.stem3(maps.concat([pooled, x])))
+        x = functional.pad(self.stem1(images_B3HW), _RIGHT_AND_DOWN)
+        pooled = functional.max_pool2d(x, 2, stride=1)
+        x = self.stem2b(functional.pad(self.stem2a(x), _RIGHT_AND_DOWN))
+        return self.stem4(self.stem3(functional.concat([pooled, x], axis=1)))
 
 
 _RIGHT_AND_DOWN = [0, 1, 0, 1]  # zeros left, right, above, below
 
 
-@passes_maps
 class HGBlock(nn.Layer):
     """Convolutions in a row; all outputs, mixed; plus the input."""
 
@@ -151,16 +145,15 @@ class HGBlock(nn.Layer):
         self.residual = in_channels == out_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        beside, *rest = maps.share(x, 2 if not self.residual else 3)
+        beside, *rest = functional.share(x, 2 if not self.residual else 3)
         outputs, x = [beside], rest[0]
         for layer in self.layers[:-1]:
-            kept, x = maps.share(layer(x), 2)
+            kept, x = functional.share(layer(x), 2)
             outputs.append(kept)
-        x = self.aggregation(maps.concat([*outputs, self.layers[-1](x)]))
-        return maps.add(x, rest[1]) if self.residual else x
+        x = self.aggregation(functional.concat([*outputs, self.layers[-1](x)], axis=1))
+        return functional.add(x, rest[1]) if self.residual else x
 
 
-@passes_maps
 class HGStage(nn.Layer):
     """Halves the resolution, but for the first stage; then blocks."""
 
@@ -182,7 +175,6 @@ class HGStage(nn.Layer):
         return self.blocks(x if self.downsample is None else self.downsample(x))
 
 
-@passes_maps
 class HGNetv2(Backbone):
     """HGNetv2.
 

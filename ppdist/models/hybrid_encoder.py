@@ -16,8 +16,8 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
+from ppdist.models import functional
 from ppdist.models.attention import MultiHeadAttention
-from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.layers import ConvBNLayer, RepConv
 
 TEMPERATURE = 10000.0  # of the position embedding
@@ -90,7 +90,6 @@ def _fixed_positions(height: int, across: int, width: int, place: str) -> Tensor
     return paddle.to_tensor(both.astype("float32"))
 
 
-@passes_maps
 class CSPRepLayer(nn.Layer):
     """Cross-stage partial block of RepConvs.
 
@@ -105,12 +104,11 @@ class CSPRepLayer(nn.Layer):
         self.conv3 = None if inside == out_channels else ConvBNLayer(inside, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = maps.share(x, 2)
-        x = maps.add(self.bottlenecks(self.conv1(x)), self.conv2(beside))
+        x, beside = functional.share(x, 2)
+        x = functional.add(self.bottlenecks(self.conv1(x)), self.conv2(beside))
         return x if self.conv3 is None else self.conv3(x)
 
 
-@passes_maps
 class RepNCSPELAN4(nn.Layer):
     """Efficient layer aggregation of two CSPRepLayers.
 
@@ -130,12 +128,11 @@ class RepNCSPELAN4(nn.Layer):
         self.cv4 = ConvBNLayer(2 * half + 2 * inside, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        whole, x = maps.share(self.cv1(x), 2)
-        kept, x = maps.share(self.cv2(maps.for_paddle(x).chunk(2, axis=1)[1]), 2)
-        return self.cv4(maps.concat([whole, kept, self.cv3(x)]))
+        whole, x = functional.share(self.cv1(x), 2)
+        kept, x = functional.share(self.cv2(functional.chunk(x, 2, axis=1)[1]), 2)
+        return self.cv4(functional.concat([whole, kept, self.cv3(x)], axis=1))
 
 
-@passes_maps
 class SCDown(nn.Layer):
     """1x1, then depthwise 3x3 with stride 2; neither is activated."""
 
@@ -148,7 +145,6 @@ class SCDown(nn.Layer):
         return self.cv2(self.cv1(x))
 
 
-@passes_maps
 class HybridEncoder(nn.Layer):
     """The neck: features in, as many of one width out.
 
@@ -197,14 +193,14 @@ class HybridEncoder(nn.Layer):
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
         projected = [conv(x) for conv, x in zip(self.input_proj, features)]
-        coarse = self.encoder[0](maps.for_paddle(projected.pop()))
+        coarse = self.encoder[0](functional.plain(projected.pop()))
         inner = []  # coarse to fine
         for lateral, fuse, fine in zip(self.lateral_convs, self.fpn_blocks, projected[::-1]):
-            kept, coarse = maps.share(lateral(coarse), 2)
+            kept, coarse = functional.share(lateral(coarse), 2)
             inner.append(kept)
-            coarse = fuse(maps.concat([maps.upsample2x(coarse), fine]))
+            coarse = fuse(functional.concat([functional.upsample2x(coarse), fine], axis=1))
         outputs = [coarse]
         for halve, fuse, coarse in zip(self.downsample_convs, self.pan_blocks, inner[::-1]):
-            kept, fine = maps.share(outputs.pop(), 2)
-            outputs += [kept, fuse(maps.concat([halve(fine), coarse]))]
+            kept, fine = functional.share(outputs.pop(), 2)
+            outputs += [kept, fuse(functional.concat([halve(fine), coarse], axis=1))]
         return outputs

@@ -14,7 +14,8 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from ppdist.distributed import paddle_api
-from ppdist.models.feature_maps import ACTIVATIONS, maps, passes_maps
+from ppdist.models import functional
+from ppdist.models.functional import ACTIVATIONS
 
 OF_MODEL = "of the model"  # the activation that `model.activation` names
 
@@ -135,11 +136,10 @@ class _ConvolvedTwice(nn.Layer):
     def forward(self, x: Tensor) -> Tensor:
         if not self.residual:
             return self.conv2(self.conv1(x))
-        x, beside = maps.share(x, 2)
-        return maps.add(beside, self.conv2(self.conv1(x)))
+        x, beside = functional.share(x, 2)
+        return functional.add(beside, self.conv2(self.conv1(x)))
 
 
-@passes_maps
 class RepBlock(_ConvolvedTwice):
     """3x3 ConvBNLayer, then RepConv; plus the input when `residual`."""
 
@@ -150,7 +150,6 @@ class RepBlock(_ConvolvedTwice):
         self.residual = residual
 
 
-@passes_maps
 class EffectiveSELayer(nn.Layer):
     """Effective squeeze and excitation (arXiv:1911.06667).
 
@@ -162,11 +161,10 @@ class EffectiveSELayer(nn.Layer):
         self.fc = nn.Conv2D(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = maps.share(x, 2)
-        return maps.scale_channels(x, F.hardsigmoid(self.fc(maps.spatial_mean(beside))))
+        x, beside = functional.share(x, 2)
+        return functional.scale_channels(x, F.hardsigmoid(self.fc(functional.spatial_mean(beside))))
 
 
-@passes_maps
 class SPP(nn.Layer):
     """Spatial pyramid pooling.
 
@@ -180,7 +178,8 @@ class SPP(nn.Layer):
         self.conv = ConvBNLayer(channels * (len(self.SIZES) + 1), channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(maps.concat([x, *(maps.max_pool(x, size) for size in self.SIZES)]))
+        pooled = [functional.max_pool2d(x, size, 1, size // 2) for size in self.SIZES]
+        return self.conv(functional.concat([x, *pooled], axis=1))
 
 
 def yolov5_conv(
@@ -192,7 +191,6 @@ def yolov5_conv(
     )
 
 
-@passes_maps
 class Bottleneck(_ConvolvedTwice):
     """1x1, then 3x3; plus the input when `residual`."""
 
@@ -203,7 +201,6 @@ class Bottleneck(_ConvolvedTwice):
         self.residual = residual
 
 
-@passes_maps
 class C3(nn.Layer):
     """Cross-stage partial block with three convolutions.
 
@@ -219,11 +216,11 @@ class C3(nn.Layer):
         self.blocks = nn.Sequential(*[Bottleneck(half, residual) for _ in range(blocks)])
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = maps.share(x, 2)
-        return self.conv3(maps.concat([self.blocks(self.conv1(x)), self.conv2(beside)]))
+        x, beside = functional.share(x, 2)
+        mixed = functional.concat([self.blocks(self.conv1(x)), self.conv2(beside)], axis=1)
+        return self.conv3(mixed)
 
 
-@passes_maps
 class SPPF(nn.Layer):
     """Spatial pyramid pooling, chained.
 
@@ -238,8 +235,8 @@ class SPPF(nn.Layer):
     def forward(self, x: Tensor) -> Tensor:
         parts = [self.conv1(x)]
         for _ in range(3):
-            parts.append(maps.max_pool(parts[-1], 5))
-        return self.conv2(maps.concat(parts))
+            parts.append(functional.max_pool2d(parts[-1], 5, 1, 2))
+        return self.conv2(functional.concat(parts, axis=1))
 
 
 def set_activation(model: nn.Layer, name: str) -> None:

@@ -17,9 +17,9 @@ from paddle import ParamAttr, Tensor, nn
 from paddle.nn.initializer import Constant, Normal
 
 from ppdist.config.model import PPYOLOEConfig
+from ppdist.models import functional
 from ppdist.models.backbones import build_backbone, scaled_repeats, scaled_width
 from ppdist.models.base import Detector
-from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.layers import (
     SPP,
     ConvBNLayer,
@@ -47,7 +47,6 @@ EVEN_NECK_CHANNELS = 384  # of every level where one auxiliary head reads them a
 BINS = 17  # R: a side is 0..16 strides long, a distribution over 17 integers (DFL)
 
 
-@passes_maps
 class NeckStage(nn.Layer):
     """CSP stage of the neck: RepBlocks without residual."""
 
@@ -64,11 +63,11 @@ class NeckStage(nn.Layer):
         self.conv3 = ConvBNLayer(2 * half, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = maps.share(x, 2)
-        return self.conv3(maps.concat([self.conv1(beside), self.convs(self.conv2(x))]))
+        x, beside = functional.share(x, 2)
+        mixed = functional.concat([self.conv1(beside), self.convs(self.conv2(x))], axis=1)
+        return self.conv3(mixed)
 
 
-@passes_maps
 class CustomCSPPAN(nn.Layer):
     """CSP-PAN: features fine to coarse in, coarse to fine out.
 
@@ -107,15 +106,14 @@ class CustomCSPPAN(nn.Layer):
         features = features[::-1]
         outputs = [self.fpn_stages[0](features[0])]
         for i, feature in enumerate(features[1:]):
-            coarse = maps.upsample2x(self.fpn_routes[i](outputs[i]))
-            outputs.append(self.fpn_stages[i + 1](maps.concat([coarse, feature])))
+            coarse = functional.upsample2x(self.fpn_routes[i](outputs[i]))
+            outputs.append(self.fpn_stages[i + 1](functional.concat([coarse, feature], axis=1)))
         for i in reversed(range(len(outputs) - 1)):
             fine = self.pan_routes[i](outputs[i + 1])
-            outputs[i] = self.pan_stages[i](maps.concat([fine, outputs[i]]))
+            outputs[i] = self.pan_stages[i](functional.concat([fine, outputs[i]], axis=1))
         return outputs
 
 
-@passes_maps
 class CoarseFirstNeck(YOLOv5Neck):
     """YOLOv5's neck with outputs from coarse to fine.
 
@@ -133,7 +131,6 @@ class CoarseFirstNeck(YOLOv5Neck):
         return super().forward(features)[::-1]
 
 
-@passes_maps
 class ESEAttn(nn.Layer):
     """activation(bn(conv1x1(x * sigmoid(fc(mean of x))))): one of the ET-head's two task branches.
 
@@ -146,10 +143,9 @@ class ESEAttn(nn.Layer):
         self.conv = RepConv(channels) if branches else ConvBNLayer(channels, channels, 1)
 
     def forward(self, feature: Tensor, mean: Tensor) -> Tensor:
-        return self.conv(maps.scale_channels(feature, F.sigmoid(self.fc(mean))))
+        return self.conv(functional.scale_channels(feature, F.sigmoid(self.fc(mean))))
 
 
-@passes_maps
 class PPYOLOEHead(nn.Layer):
     """ET-head: class logits and a distribution over each side's length, per cell.
 
@@ -172,9 +168,9 @@ class PPYOLOEHead(nn.Layer):
     def forward(self, features: list[Tensor]) -> PPYOLOEOutputs:
         class_logits, reg_dist = [], []
         for level, feature in enumerate(features):
-            whole, for_class, beside, for_sides = maps.share(feature, 4)
-            mean = maps.spatial_mean(whole)
-            class_feature = maps.add(self.stem_cls[level](for_class, mean), beside)
+            whole, for_class, beside, for_sides = functional.share(feature, 4)
+            mean = functional.spatial_mean(whole)
+            class_feature = functional.add(self.stem_cls[level](for_class, mean), beside)
             class_logits.append(self.pred_cls[level](class_feature))
             reg_dist.append(self.pred_reg[level](self.stem_reg[level](for_sides, mean)))
         return PPYOLOEOutputs(tuple(class_logits), tuple(reg_dist))
@@ -204,7 +200,6 @@ class LevelScale(nn.Layer):
         return x * self.scale
 
 
-@passes_maps
 class AuxHead(nn.Layer):
     """Auxiliary head: one set of weights for all levels.
 
@@ -238,7 +233,6 @@ class AuxHead(nn.Layer):
         return tuple(class_logits), tuple(reg_dist)
 
 
-@passes_maps
 class PPYOLOE(Detector):
     """The detector; see the module text and `Detector`.
 
@@ -313,7 +307,7 @@ class PPYOLOE(Detector):
         outputs = self.yolo_head(fused) if one is None or backward else one(fused)
         if self.distillation is not None:
             outputs = outputs._replace(
-                features=self.distillation([maps.to_plain(x) for x in fused])
+                features=self.distillation([functional.plain(x) for x in fused])
             )
         if one is not None and backward:
             logits, reg_dist, *_ = one([x.detach() for x in fused])
@@ -323,7 +317,7 @@ class PPYOLOE(Detector):
         if self.detach_auxiliary:
             features, fused = [x.detach() for x in features], [x.detach() for x in fused]
         both = zip(fused, self.aux_neck(features))
-        logits, reg_dist = self.aux_head([maps.concat(pair) for pair in both])
+        logits, reg_dist = self.aux_head([functional.concat(pair, axis=1) for pair in both])
         return outputs._replace(aux_class_logits=logits, aux_reg_dist=reg_dist)
 
     def become_teacher(self) -> None:

@@ -4,11 +4,10 @@ The 7x7 stem is three 3x3 convolutions, and a shortcut that halves the resolutio
 Keys are those of RT-DETR's torch implementation, but for its `norm`, ours `bn`.
 """
 
-import paddle.nn.functional as F
 from paddle import Tensor, nn
 
+from ppdist.models import functional
 from ppdist.models.backbones import Backbone
-from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.layers import ConvBNLayer
 
 STAGE_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
@@ -17,7 +16,6 @@ BOTTLENECK_FROM = 50  # depth from which blocks are bottlenecks,
 EXPANSION = 4  # whose outputs are so many times wider
 
 
-@passes_maps
 class AveragedShortcut(nn.Layer):
     """2x2 mean, then 1x1 ConvBNLayer: half the resolution."""
 
@@ -26,10 +24,9 @@ class AveragedShortcut(nn.Layer):
         self.conv = ConvBNLayer(in_channels, out_channels, 1, activation=None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.avg_pool2d(maps.for_paddle(x), 2))
+        return self.conv(functional.avg_pool2d(x, 2))
 
 
-@passes_maps
 class ResNetBlock(nn.Layer):
     """Residual block, basic (3x3, 3x3) or bottleneck (1x1, 3x3, 1x1).
 
@@ -56,14 +53,13 @@ class ResNetBlock(nn.Layer):
             self.branch2b = ConvBNLayer(channels, channels, 3, activation=None)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = maps.share(x, 2)
+        x, beside = functional.share(x, 2)
         beside = beside if self.short is None else self.short(beside)
         x = self.branch2b(self.branch2a(x))
         x = x if self.branch2c is None else self.branch2c(x)
-        return maps.activate(maps.add(x, beside), "relu")
+        return functional.relu(functional.add(x, beside))
 
 
-@passes_maps
 class ResNetStage(nn.Layer):
     """The blocks of one resolution."""
 
@@ -75,7 +71,6 @@ class ResNetStage(nn.Layer):
         return self.blocks(x)
 
 
-@passes_maps
 class ResNetVd(Backbone):
     """ResNet-vd.
 
@@ -115,7 +110,7 @@ class ResNetVd(Backbone):
         self.stage_keys = (("conv1",), *((f"res_layers.{i}",) for i in range(len(stages))))
 
     def forward(self, images_B3HW: Tensor) -> list[Tensor]:
-        x, features = maps.max_pool(self.conv1(images_B3HW), 3, stride=2), []
+        x, features = functional.max_pool2d(self.conv1(images_B3HW), 3, 2, 1), []
         for stage in self.res_layers:
             x = stage(x)
             features.append(x)

@@ -22,6 +22,7 @@ from paddle import Tensor, nn
 from paddle.nn.initializer import Constant, Normal
 
 from ppdist.config.model import RTDETRConfig
+from ppdist.models import functional
 from ppdist.models.attention import (
     Memory,
     MSDeformableAttention,
@@ -32,7 +33,6 @@ from ppdist.models.attention import (
 from ppdist.models.backbones import Backbone
 from ppdist.models.base import Detector, KeyTable, Targets
 from ppdist.models.denoising import DenoisingQueries, NoisyQueries, attention_bias
-from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.hgnet import HGNetv2
 from ppdist.models.hybrid_encoder import HybridEncoder
 from ppdist.models.layers import ConvBNLayer, start_uniform
@@ -228,7 +228,6 @@ class _Selected(NamedTuple):
     refined: Refined
 
 
-@passes_maps
 class RTDETRDecoder(nn.Layer):
     """Query selection, decoder layers and their heads.
 
@@ -280,7 +279,7 @@ class RTDETRDecoder(nn.Layer):
     ) -> RTDETROutputs:
         if len(self.input_proj):
             features = [conv(x) for conv, x in zip(self.input_proj, features)]
-        features = [maps.for_paddle(x) for x in features]
+        features = [functional.plain(x) for x in features]
         memory = Memory.of(features, self.points)
         selected = self._select(memory.cells_BLD, features, size_4)
         content_BQD, boxes_BQ4 = selected.content_BQD, _constant(selected.refined.boxes_BQ4)
@@ -488,7 +487,6 @@ def _split(outputs: RTDETROutputs, noisy: NoisyQueries) -> RTDETROutputs:
     )
 
 
-@passes_maps
 class RTDETR(Detector):
     """The detector; see the module text and `Detector`.  Pixels: / 255."""
 
@@ -560,7 +558,7 @@ class RTDETR(Detector):
             size_4 = paddle.concat([shape[3:4], shape[2:3], shape[3:4], shape[2:3]])
         outputs = self.decoder(features, size_4, targets)
         if self.distillation is not None:
-            features = tuple(self.distillation([maps.to_plain(x) for x in features]))
+            features = tuple(self.distillation([functional.plain(x) for x in features]))
             outputs = outputs._replace(features=features)
         return outputs
 

@@ -16,9 +16,9 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
+from ppdist.models import functional
 from ppdist.models.backbones import build_backbone, scaled_repeats
 from ppdist.models.base import Detector, ImageModel
-from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.layers import (
     C3,
     ConvBNLayer,
@@ -51,7 +51,6 @@ P6_ANCHORS = (
 )
 
 
-@passes_maps
 class YOLOv5Neck(nn.Layer):
     """PAN: coarse features go down, then fine ones back up.
 
@@ -81,17 +80,16 @@ class YOLOv5Neck(nn.Layer):
         for level in reversed(self.levels[1:]):
             x = getattr(self, f"reduce{level}")(x)
             reduced.append(x)
-            x = maps.concat([maps.upsample2x(x), features[level - 4]])
+            x = functional.concat([functional.upsample2x(x), features[level - 4]], axis=1)
             x = getattr(self, f"topdown{level - 1}")(x)
         results = [x]
         for level, beside in zip(self.levels[1:], reversed(reduced)):
-            x = maps.concat([getattr(self, f"down{level}")(x), beside])
+            x = functional.concat([getattr(self, f"down{level}")(x), beside], axis=1)
             x = getattr(self, f"bottomup{level}")(x)
             results.append(x)
         return results
 
 
-@passes_maps
 class YOLOv5Head(nn.Layer):
     """A 1x1 convolution per level, and the anchors.
 
@@ -112,7 +110,6 @@ class YOLOv5Head(nn.Layer):
         return YOLOv5Outputs(tuple(logits))
 
 
-@passes_maps
 class YOLOv5(Detector):
     """The detector; see the module text and `Detector`.
 
@@ -181,7 +178,7 @@ class YOLOv5(Detector):
         outputs = self.head(fused)
         if self.distillation is not None:
             outputs = outputs._replace(
-                features=self.distillation([maps.to_plain(x) for x in fused])
+                features=self.distillation([functional.plain(x) for x in fused])
             )
         return outputs
 
@@ -213,7 +210,6 @@ HEAD_CHANNELS = 1280  # of every size
 STRIDE = 32
 
 
-@passes_maps
 class ClassifierHead(nn.Layer):
     """1x1 ConvBNLayer, mean over H and W, dropout, linear."""
 
@@ -225,11 +221,10 @@ class ClassifierHead(nn.Layer):
         self.linear = nn.Linear(HEAD_CHANNELS, num_classes)
 
     def forward(self, feature: Tensor) -> Tensor:
-        mean_BX = maps.spatial_mean(self.conv(feature)).flatten(1)
+        mean_BX = functional.spatial_mean(self.conv(feature)).flatten(1)
         return self.linear(self.dropout(mean_BX))
 
 
-@passes_maps
 class YOLOv5Classifier(ImageModel):
     """The classifier; see the module text and `ImageModel`.  Pixels: ImageNet mean, deviation."""
 

@@ -10,7 +10,6 @@ from paddle import Tensor, nn
 from blobs.keys import BlobsConfig
 from ppdist.models.backbones import Backbone
 from ppdist.models.base import Detector
-from ppdist.models.feature_maps import passes_maps
 from ppdist.models.layers import ConvBNLayer
 from ppdist.models.outputs import anchor_points
 
@@ -25,7 +24,6 @@ class BlobsOutputs(NamedTuple):
     sides: tuple[Tensor, ...]
 
 
-@passes_maps
 class BlobsBackbone(Backbone):
     """One convolution a level; `width` 1 gives 64 channels at P3."""
 
@@ -47,7 +45,6 @@ class BlobsBackbone(Backbone):
         return features[self.first - 1 :]
 
 
-@passes_maps
 class Blobs(Detector):
     """Classes and sides from each cell of levels P3 to P5."""
 

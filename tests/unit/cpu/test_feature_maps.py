@@ -4,9 +4,10 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.cpu import feature_maps, onednn, precision
-from ppdist.cpu.feature_maps import OneDNNMaps, layout_of
-from ppdist.models.feature_maps import FeatureMaps
+from ppdist.cpu import onednn, precision
+from ppdist.cpu.feature_maps import compute, layout_of
+from ppdist.models import functional
+from ppdist.models.base import tensors_in
 from tests.emulated_bfloat16 import EMULATED
 
 try:
@@ -14,20 +15,29 @@ try:
 except (OSError, onednn.OneDNNError) as error:
     pytest.skip(f"no oneDNN in this Paddle: {error}", allow_module_level=True)
 
-maps = OneDNNMaps()
 OPERATIONS = {
-    "sum": lambda x, y: maps.add(x, y),
-    "concatenation": lambda x, y: maps.concat([x, y]),
-    "concatenation, one twice": lambda x, y: maps.concat([x, y, x]),
-    "max pooling": lambda x, y: maps.max_pool(maps.add(x, y), 3),
-    "max pooling, stride 2": lambda x, y: maps.max_pool(maps.add(x, y), 3, 2),
-    "activation": lambda x, y: maps.activate(maps.add(x, y), "silu"),
-    "upsampling": lambda x, y: maps.upsample2x(maps.add(x, y)),
-    "mean": lambda x, y: maps.spatial_mean(maps.add(x, y)),
-    "gate": lambda x, y: maps.scale_channels(x, maps.spatial_mean(y)),
+    "sum": functional.add,
+    "concatenation": lambda x, y: functional.concat([x, y], axis=1),
+    "concatenation, one twice": lambda x, y: functional.concat([x, y, x], axis=1),
+    "concatenation of rows": lambda x, y: functional.concat([x, y], axis=2),
+    "max pooling": lambda x, y: functional.max_pool2d(functional.add(x, y), 3, 1, 1),
+    "max pooling, stride 2": lambda x, y: functional.max_pool2d(functional.add(x, y), 3, 2, 1),
+    "max pooling of pairs": lambda x, y: functional.max_pool2d(functional.add(x, y), 2),
+    "mean of pairs": lambda x, y: functional.avg_pool2d(functional.add(x, y), 2),
+    "zeros below": lambda x, y: functional.pad(functional.add(x, y), [0, 0, 0, 1]),
+    "second half": lambda x, y: functional.chunk(functional.add(x, y), 2, axis=1)[1],
+    "activation": lambda x, y: functional.silu(functional.add(x, y)),
+    "upsampling": lambda x, y: functional.upsample2x(functional.add(x, y)),
+    "mean": lambda x, y: functional.spatial_mean(functional.add(x, y)),
+    "gate": lambda x, y: functional.scale_channels(x, functional.spatial_mean(y)),
 }
 # Channels, and those of a block of each of the two maps; 0: Paddle's layout.
 LAYOUTS = [(16, 8, 8), (16, 16, 16), (16, 8, 16), (8, 8, 8), (12, 12, 12), (16, 8, 0), (16, 0, 0)]
+
+
+@pytest.fixture(autouse=True)
+def _by_onednn():
+    functional.compute_by(compute)
 
 
 def in_blocks(x, block):
@@ -39,12 +49,12 @@ def in_blocks(x, block):
 
 
 def result_and_gradients(operation, x, y):
-    out = maps.to_plain(operation(x, y))
+    out = functional.plain(operation(x, y))
     weight = np.random.default_rng(1).uniform(0.5, 1.5, out.shape).astype("float32")
     (out * paddle.to_tensor(weight)).sum().backward()
     for each in (x, y):
         assert each.grad.shape == each.shape
-    return out, maps.to_plain(x.grad), maps.to_plain(y.grad)
+    return out, functional.plain(x.grad), functional.plain(y.grad)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -67,7 +77,7 @@ def test_gradients_of_a_shared_map_are_summed_in_bfloat16(block):
     x = in_blocks(paddle.to_tensor(values[0]), block).detach().astype("bfloat16")
     x.stop_gradient = False
     with precision.compute_in(EMULATED):
-        readers = maps.share(x, 3)
+        readers = functional.share(x, 3)
         assert {reader.data_ptr() for reader in readers} == {x.data_ptr()}
         weights = [in_blocks(paddle.to_tensor(each), block).detach() for each in values]
         weights = [weight.astype("bfloat16").astype("float32") for weight in weights]
@@ -82,7 +92,7 @@ def test_gradients_of_a_shared_map_are_summed_in_bfloat16(block):
 
 def test_a_shared_map_of_float32_is_one_tensor():
     x = paddle.ones([1, 16, 2, 2])
-    assert all(reader is x for reader in maps.share(x, 2))
+    assert all(reader is x for reader in functional.share(x, 2))
 
 
 def test_a_layout_of_one_block_has_a_name():
@@ -94,13 +104,14 @@ def test_a_layout_of_one_block_has_a_name():
     assert conv.y_given.equals(conv.y) and conv.y_out.primitive is None
 
 
-def test_bfloat16_of_a_card_is_left_to_paddle(monkeypatch):
+def test_bfloat16_of_a_card_is_left_to_paddle():
     """`paddle.amp` makes such maps there, where `compute_in` asks for nothing."""
-    for name in ("_Share", "_Add", "_Concat", "_OneMap"):
-        monkeypatch.setattr(feature_maps, name, None)
-    for name in ("add", "concat", "max_pool"):
-        monkeypatch.setattr(FeatureMaps, name, lambda *_: "Paddle's")
-    x = paddle.ones([1, 16, 2, 2], dtype="bfloat16")
+    x, given = paddle.ones([1, 16, 2, 2], dtype="bfloat16"), []
     x.stop_gradient = False
-    assert maps.share(x, 2)[1] is x
-    assert maps.max_pool(x, 3) == maps.concat([x, x]) == maps.add(x, x) == "Paddle's"
+    functions = functional.share, functional.add, functional.max_pool2d, functional.chunk
+    for function, *settings in zip(functions, (2, x, 3, 2), strict=True):
+        compute(function, lambda *arguments: given.append(arguments), x, *settings)
+    compute(functional.concat, lambda *arguments: given.append(arguments), [x, x], 1)
+    assert len(given) == 5
+    for part in tensors_in(given):
+        assert part is x

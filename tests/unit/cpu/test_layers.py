@@ -13,21 +13,14 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.cpu import layers, onednn, switch
 from ppdist.cpu.precision import FLOAT32, compute_in
-from ppdist.cpu.switch import (
-    self_check,
-    undeclared_layers,
-    use_onednn,
-    use_plain_layers,
-)
+from ppdist.cpu.switch import self_check, use_onednn, use_plain_layers
 from ppdist.distributed import comm
 from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
 from ppdist.models.attention import HEADS, HIDDEN, MultiHeadAttention
 from ppdist.models.build import build_model
 from ppdist.models.layers import (
     ACTIVATIONS,
-    SPP,
     ConvBNLayer,
-    RepBlock,
     RepConv,
     set_activation,
 )
@@ -281,7 +274,7 @@ def test_a_shape_without_a_kernel_runs_as_before():
 
 
 class Foreign(nn.Layer):
-    """A layer of somebody else's, undeclared."""
+    """A layer of somebody else's."""
 
     def __init__(self):
         super().__init__()
@@ -289,22 +282,6 @@ class Foreign(nn.Layer):
 
     def forward(self, x):
         return {"a map": self.block(x)}
-
-
-class Derived(RepBlock):
-    """Of a class that was declared; it was not itself."""
-
-
-@pytest.mark.parametrize(
-    ("inner", "expected"),
-    [(Foreign, ["Foreign"]), (lambda: Derived(8, True, False), ["Derived"]), (lambda: SPP(8), [])],
-    ids=["foreign", "derived", "ours"],
-)
-def test_layers_that_cost_a_layout_are_named(inner, expected):
-    model = nn.Sequential(inner(), nn.Sequential(RepConv(8)))
-    assert undeclared_layers(model) == expected
-    use_onednn(model)
-    assert undeclared_layers(model) == expected
 
 
 def test_the_self_check_reads_a_dict_of_outputs():

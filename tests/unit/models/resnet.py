@@ -1,13 +1,12 @@
-"""ResNet-18 as somebody would add it: ReLU, its own pooling, torchvision's keys."""
+"""ResNet-18 as somebody would add it: Paddle's operators, its own pooling, torchvision's keys."""
 
+import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from ppdist.models.backbones import Backbone
-from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.layers import ConvBNLayer
 
 
-@passes_maps
 class BasicBlock(nn.Layer):
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -18,12 +17,10 @@ class BasicBlock(nn.Layer):
             self.shortcut = ConvBNLayer(in_channels, channels, 1, stride, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = maps.share(x, 2)
-        beside = beside if self.shortcut is None else self.shortcut(beside)
-        return maps.activate(maps.add(beside, self.block2(self.block1(x))), "relu")
+        beside = x if self.shortcut is None else self.shortcut(x)
+        return F.relu(beside + self.block2(self.block1(x)))
 
 
-@passes_maps
 class ResNet18(Backbone):
     """arXiv:1512.03385, table 1."""
 
@@ -65,7 +62,7 @@ class ResNet18(Backbone):
         return names
 
     def forward(self, images_B3HW: Tensor) -> list[Tensor]:
-        x, features = maps.max_pool(self.stem(images_B3HW), 3, stride=2), []
+        x, features = F.max_pool2d(self.stem(images_B3HW), 3, 2, 1), []
         for stage in self.stages:
             x = stage(x)
             features.append(x)

@@ -7,8 +7,8 @@ import pytest
 from ppdist.common.errors import ConfigError
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
 from ppdist.cpu.switch import use_onednn
+from ppdist.models import functional
 from ppdist.models.base import freeze, freezing, frozen_keys
-from ppdist.models.feature_maps import maps
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Classifier
 
@@ -149,7 +149,7 @@ def test_frozen_onednn_layers_equal_plain_ones():
         trained = {key: p for key, p in model.named_parameters() if not p.stop_gradient}
         gradients = [p.grad.flatten() for p in trained.values() if p.grad is not None]
         found[fast] = (
-            maps.to_plain(features[0]).numpy(),
+            functional.plain(features[0]).numpy(),
             value.item(),
             paddle.concat(gradients).numpy(),
         )

@@ -7,8 +7,8 @@ import pytest
 
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
 from ppdist.distributed.paddle_api import running_statistics
+from ppdist.models import functional
 from ppdist.models.build import build_model
-from ppdist.models.feature_maps import maps
 from ppdist.models.layers import (
     ACTIVATIONS,
     ConvBNLayer,
@@ -21,7 +21,7 @@ def test_upsample_and_gradient_equal_nearest() -> None:
     x = paddle.randn([2, 3, 4, 5])
     twin = x.clone()
     x.stop_gradient = twin.stop_gradient = False
-    ours, theirs = maps.upsample2x(x), F.interpolate(twin, scale_factor=2, mode="nearest")
+    ours, theirs = functional.upsample2x(x), F.interpolate(twin, scale_factor=2, mode="nearest")
     assert np.array_equal(ours.numpy(), theirs.numpy())
     weight = paddle.randn(ours.shape)
     (ours * weight).sum().backward()

@@ -1,0 +1,128 @@
+"""Operations on feature maps [B, C, H, W], for models: functions of Paddle's names and arguments.
+
+Paddle's operators compute them, unless kernels that keep maps in a layout of their own have taken
+over (`compute_by`, which ppdist/cpu/ calls).  Models of this package hand what a layer gives them
+to these functions and to layers alone, and to any other operator by `plain`.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor
+
+LEAKY_SLOPE = 0.1  # of negative inputs, as in YOLOv3 and the first YOLOv5
+
+_Operation = TypeVar("_Operation", bound=Callable[..., Any])
+_compute: Callable[..., Any] | None = None
+
+
+def compute_by(kernels: Callable[..., Any]) -> None:
+    """Lets kernels compute the operations of this module from now on.
+
+    Args: kernels: called with the operation, Paddle's operator, and the arguments.
+    """
+    global _compute
+    _compute = kernels
+
+
+def _operation(operator: _Operation) -> _Operation:
+    """Makes an operator of Paddle's an operation that kernels may take over."""
+
+    @wraps(operator)
+    def run(*arguments: Any, **named: Any) -> Any:
+        if _compute is None:
+            return operator(*arguments, **named)
+        return _compute(run, operator, *arguments, **named)
+
+    return run  # type: ignore[return-value]
+
+
+@_operation
+def plain(x: Tensor) -> Tensor:
+    """Gives a map as any operator takes it: [B, C, H, W] in memory, in a type that Paddle has."""
+    return x
+
+
+@_operation
+def share(x: Tensor, count: int) -> Sequence[Tensor]:
+    """Gives the map to `count` readers.
+
+    It may be left out: it spares training in bfloat16 on a CPU Paddle's slow sum of gradients.
+    """
+    return [x] * count
+
+
+add = _operation(paddle.add)
+concat = _operation(paddle.concat)
+chunk = _operation(paddle.chunk)
+pad = _operation(F.pad)
+max_pool2d = _operation(F.max_pool2d)
+avg_pool2d = _operation(F.avg_pool2d)
+relu = _operation(F.relu)
+hardswish = _operation(F.hardswish)
+
+
+@_operation
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), also called swish.
+
+    Both of Paddle's operators compute it.  In a saved graph it is `swish`, which oneDNN makes part
+    of the convolution before it; `silu` it does not know.
+    """
+    return F.silu(x) if paddle.in_dynamic_mode() else F.swish(x)
+
+
+@_operation
+def leaky_relu(x: Tensor) -> Tensor:
+    """x where positive, else LEAKY_SLOPE * x.
+
+    In a saved graph max(x, LEAKY_SLOPE * x), the same numbers: Paddle 3.3's oneDNN predictor dies
+    (SIGSEGV) when it loads a graph with the operator.
+    """
+    if paddle.in_dynamic_mode():
+        return F.leaky_relu(x, LEAKY_SLOPE)
+    return paddle.maximum(x, x * LEAKY_SLOPE)
+
+
+# By the value of `model.activation`.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "relu": relu,
+    "hardswish": hardswish,
+    "leaky_relu": leaky_relu,
+}
+
+
+@_operation
+def upsample2x(x: Tensor) -> Tensor:
+    """Nearest-neighbour x2, [B, C, H, W] -> [B, C, 2H, 2W].
+
+    Written with stack and flatten: F.interpolate gives the same values, but Paddle 3.3's oneDNN
+    predictor and its ONNX converter both fail on the operator's list-of-doubles attribute.
+    """
+    x = paddle.stack([x, x], axis=-1).flatten(3, 4)
+    return paddle.stack([x, x], axis=3).flatten(2, 3)
+
+
+@_operation
+def spatial_mean(x: Tensor) -> Tensor:
+    """Mean over all cells, [B, C, 1, 1]."""
+    return F.adaptive_avg_pool2d(x.astype("float32") if x.dtype == paddle.bfloat16 else x, 1)
+
+
+@_operation
+def scale_channels(x: Tensor, factor_BC11: Tensor) -> Tensor:
+    """Multiplies each channel by its factor, which is float32."""
+    if x.dtype == paddle.bfloat16:  # the gradient of a factor sums a whole map
+        return (x.astype("float32") * factor_BC11).astype("bfloat16")
+    return x * factor_BC11
+
+
+def affine(x: Tensor, scale_1: Tensor, bias_1: Tensor) -> Tensor:
+    """scale * x + bias for the whole map, in any layout; both are float32."""
+    if x.dtype == paddle.bfloat16:  # the gradients of both sum a whole map
+        return (x.astype("float32") * scale_1 + bias_1).astype("bfloat16")
+    return x * scale_1 + bias_1
