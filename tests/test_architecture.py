@@ -334,7 +334,7 @@ OTHER_WRITERS = {
         "engine/output_dirs.py:put",
         *("models/unpickle.py:write_pdparams", "models/unpickle.py:write_torch"),
         *("models/weights.py:_write_npz", "models/weights.py:_write_safetensors"),
-        *("predict/detections.py:show", "storage/keyed_cache.py:put"),
+        *("predict/detections.py:show", "common/keyed_cache.py:put"),
     },
     "exclusively: what has the name already is an error, or was deleted just before": {
         *("data/datasets/annotations.py:write_text", "storage/shards.py:_begin"),

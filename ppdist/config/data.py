@@ -4,9 +4,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from ppdist.common.addresses import holds_credentials
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.section import OnResume, Section, Task
-from ppdist.storage.addresses import holds_credentials
 
 Resize = Literal["stretch", "stretch_antialiased", "letterbox"]  # `data.resize`
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import paddle
 
+from ppdist.common.keyed_cache import KeyedCache
 from ppdist.common.machine import kernel_text
-from ppdist.storage.identity import of_stat
-from ppdist.storage.keyed_cache import KeyedCache
+from ppdist.common.opener import of_stat
 
 _MOST_BYTES = 16 << 20
 

@@ -19,11 +19,11 @@ import cv2
 import numpy as np
 
 from ppdist.common.files import replacing, user_cache
+from ppdist.common.keyed_cache import place_of
 from ppdist.common.machine import available_memory
+from ppdist.common.opener import Opener
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
-from ppdist.storage import files as storage
-from ppdist.storage.keyed_cache import place_of
 
 _LOGGER = logging.getLogger("ppdist.data")
 _FORMAT = f"ppdist image 1, OpenCV {cv2.__version__}"
@@ -91,7 +91,7 @@ class DiskCache:
     """Images as files of their pixels, `FOLDER/3f/3f9c...`, on a disk of this host.
 
     A name is a digest of the image's path and content identity (bytes, mtime, ctime) and of its
-    reduction, so a file never holds another image; identity.py says why mtime alone is not enough.
+    reduction, so a file never holds another image; `of_stat` says why mtime alone is not enough.
     A file is written aside and renamed.  One that a power cut left shorter counts as absent.
     """
 
@@ -102,17 +102,20 @@ class DiskCache:
         reductions_N: np.ndarray,
         sizes_N2: np.ndarray,
         least_free: int,
+        opener: Opener,
     ) -> None:
         """
         Args:
             sizes_N2: of the reduced images, 0 where not known: such are never kept.
             least_free: bytes of the disk that stay free.
+            opener: of the images.
         """
         self._folder = folder
         self._records = records
         self._reductions_N = reductions_N
         self._sizes_N2 = sizes_N2
         self._least_free = least_free
+        self._opener = opener
         self._absent: tuple[int, Path] | None = None  # what `get` did not find last
         self._full = mmap.mmap(-1, 1)  # all workers see that one of them found no room
 
@@ -161,7 +164,7 @@ class DiskCache:
             return None
         path = self._records.path(index)
         try:
-            identity = storage.identity_of(path)
+            identity = self._opener.identity_of(path)
         except OSError:
             return None
         if not identity.mark:  # its changes would not be noticed
@@ -178,22 +181,18 @@ def _pixels_of(index: int, image_HW3: np.ndarray, size_2: np.ndarray) -> memoryv
     return np.ascontiguousarray(image_HW3).reshape(-1).data
 
 
-ImageCache = MemoryCache | DiskCache
-
-
 def open_cache(
     kind: Literal["none", "ram", "disk"],
     dataset: DetectionSet,
     reductions_N: np.ndarray,
-    folder: str | Path | None = None,
-) -> ImageCache | None:
+) -> MemoryCache | DiskCache | None:
     """Opens the cache of this host's ranks; logs its capacity.  Collective if kind is `ram`.
 
+    That on disk lies in $XDG_CACHE_HOME or ~/.cache, as all of this user's.
     Where memory or disk do not suffice for all images, the first that fit are kept, or none.
 
     Args:
         reductions_N: how far each image is reduced when it is decoded: 1, 2, 4, 8.
-        folder: of `disk`; None: ppdist in $XDG_CACHE_HOME or ~/.cache.
     Returns: None where nothing can be kept.
     """
     if kind == "none":
@@ -205,20 +204,20 @@ def open_cache(
         return None
     try:
         if kind == "disk":
-            place, least_free = _folder_on_disk(folder)
-            return DiskCache(place, records, reductions_N, reduced_N2, least_free)
+            place, least_free = _folder_on_disk()
+            return DiskCache(place, records, reductions_N, reduced_N2, least_free, dataset.opener)
     except OSError as error:
         _warn_without(error)
         return None
     return _memory_of_host(reduced_N2)
 
 
-def _folder_on_disk(folder: str | Path | None) -> tuple[Path, int]:
+def _folder_on_disk() -> tuple[Path, int]:
     """Folder of the images, and the bytes of its disk that stay free.
 
     Raises: OSError: it is not there and cannot be made.
     """
-    parent = user_cache() if folder is None else Path(folder)
+    parent = user_cache()
     if parent is None:
         raise OSError("this user has no home folder; set XDG_CACHE_HOME")
     place = parent / "images"

@@ -21,6 +21,7 @@ from PIL import BmpImagePlugin, ExifTags, Image, JpegImagePlugin, TiffImagePlugi
 from PIL.Image import Transpose
 
 from ppdist.common.errors import DataError, StorageError
+from ppdist.common.opener import DISK, Opener
 from ppdist.runtime.decoder import (
     BMP,
     IMAGE_SUFFIXES,
@@ -36,7 +37,6 @@ from ppdist.runtime.decoder import (
     tiff_of,
     unread_pixels,
 )
-from ppdist.storage.files import open_file, read_file
 
 
 def is_image_name(name: str) -> bool:
@@ -55,6 +55,7 @@ def read_image(
     size: tuple[int, int] | None = None,
     reduced: int = 1,
     note_dark: Callable[[], None] = lambda: None,
+    opener: Opener = DISK,
 ) -> np.ndarray:
     """Reads an image upright by EXIF, as uint8 RGB [H, W, 3].
 
@@ -66,10 +67,11 @@ def read_image(
         reduced: 2, 4, 8: a half, quarter or eighth of each side, rounded up.  A JPEG is decoded so,
             which is three times as fast and averages the pixels left out.
         note_dark: called where DARK holds, which no header tells.
+        opener: of the file; see `DetectionSet`.
     Raises: DataError: absent, unreadable, damaged, cut short, of more than MOST_PIXELS, or of
         another size (within `reduced` pixels).
     """
-    content = read_content(path)
+    content = read_content(path, opener)
     found = damage(content)
     if found is not None:
         raise DataError(found.text, code=found.code, where=str(path))
@@ -209,13 +211,13 @@ def _turns_unnoticed(size: tuple[int, int] | None, factor: int) -> bool:
     return _reduced_size(size, factor) == _reduced_size(size[::-1], factor)
 
 
-def read_content(path: str | Path) -> bytes:
+def read_content(path: str | Path, opener: Opener = DISK) -> bytes:
     """Reads the bytes of an image file.
 
     Raises: DataError: absent, unreadable, or too many.
     """
     try:
-        return read_file(path, MOST_BYTES)
+        return opener.read(path, MOST_BYTES)
     except OSError as error:
         absent = isinstance(error, FileNotFoundError)
         raise DataError(
@@ -268,20 +270,20 @@ class ImageHeader(NamedTuple):
         return self.stored if self.orientation < 5 else (self.height, self.width)
 
 
-def image_size(path: str | Path) -> tuple[int, int] | None:
+def image_size(path: str | Path, opener: Opener = DISK) -> tuple[int, int] | None:
     """(width, height) upright; None: absent, or no image we can read."""
-    header = read_header(path)
+    header = read_header(path, opener)
     return None if header is None else header.upright
 
 
-def read_header(path: str | Path) -> ImageHeader | None:
+def read_header(path: str | Path, opener: Opener = DISK) -> ImageHeader | None:
     """Reads an image header as OpenCV does; None: absent or not readable.
 
     No pixel is decoded, whatever the size: 0.05 to 0.2 ms.  An orientation in XMP alone does not
     count, as it does not when the image is read.
     """
     try:
-        with open_file(path) as file:
+        with opener.open(path) as file:
             found = _header_of_png(file) if file.read(8) == PNG else _header_by_pillow(file)
     except StorageError:
         raise

@@ -20,6 +20,7 @@ import numpy as np
 from paddle import Tensor
 
 from ppdist.common.errors import DataError, StorageError
+from ppdist.common.opener import DISK, Opener
 
 Split = Literal["train", "val", "test"]
 Box = tuple[float, float, float, float]
@@ -91,7 +92,7 @@ class RawImage:
 class RawSet:
     """A split as its files say it.
 
-    category_ids, source: as in DetectionSet.
+    category_ids, source, opener: as in DetectionSet.
     extra, class_extras: what else the file says of the whole set and of each class (none: empty).
     """
 
@@ -101,6 +102,7 @@ class RawSet:
     source: str
     extra: Mapping[str, Any] = field(default_factory=dict)
     class_extras: tuple[Mapping[str, Any], ...] = ()
+    opener: Opener = DISK
 
 
 @dataclass(slots=True)
@@ -404,7 +406,7 @@ class DetectionSet:
     limited: a line about `data.*.limit`, empty where none is set; unreadable: position in records
     -> why that image is never to be opened (a check found it), without its path, which may be
     another on another host; duplicates: position in records -> how many boxes of that image were
-    left out because they repeat another of its class.
+    left out because they repeat another of its class; opener: of its images.
     """
 
     records: Sequence[ImageRecord]
@@ -415,6 +417,7 @@ class DetectionSet:
     limited: str = ""
     unreadable: Mapping[int, str] = field(default_factory=dict)
     duplicates: Mapping[int, int] = field(default_factory=dict)
+    opener: Opener = DISK
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from ppdist.common.errors import (
     failure_of,
 )
 from ppdist.common.job import JOB_VARIABLE, RESTART_VARIABLE
+from ppdist.common.retry import with_retries
 from ppdist.distributed import heartbeat, paddle_api
 from ppdist.distributed.ranks import (
     addresses,
@@ -44,7 +45,6 @@ from ppdist.distributed.ranks import (
     ranks_named,
     world_size,
 )
-from ppdist.storage.retry import with_retries
 
 _T = TypeVar("_T")
 AllGatherObject = Callable[[Any], list[Any]]  # gives what every rank gave to it, in rank order

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from ppdist.common.addresses import absolute
 from ppdist.common.errors import ConfigError, DataError, StorageError
 from ppdist.common.files import digest_of_file
 from ppdist.common.machine import available_cores
+from ppdist.common.opener import Opener
 from ppdist.config.data import DataConfig, SamplingConfig
 from ppdist.data.checks.before_training import Checked, check_before_training, look_at_all
 from ppdist.data.datasets.annotation_cache import read_on_host
@@ -28,7 +30,6 @@ from ppdist.distributed.agreement import equal_ranks
 from ppdist.distributed.progress import Progress
 from ppdist.engine.parts import ClassScores
 from ppdist.engine.schedule_setup import ScheduleSetup
-from ppdist.storage import files as storage
 
 _LOGGER = logging.getLogger("ppdist.data")
 _COMPARED_IMAGES = 64  # per set, by content; the others by file size
@@ -47,7 +48,7 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
     Raises: UserError, on every rank: they cannot be read or used.
     """
     train_set, val_set = read_on_host(
-        lambda: read_unshared(config, num_classes, evaluate), storage.absolute(config.root)
+        lambda: read_unshared(config, num_classes, evaluate), absolute(config.root)
     )
     assert train_set is not None
     for dataset in (train_set, val_set):
@@ -255,10 +256,10 @@ def require_same_data(dataset: DetectionSet, config: DataConfig) -> None:
     if comm.world_size() == 1:
         return
     records = Records.of(dataset.records)
-    top = os.path.join(storage.absolute(config.root), "")
+    top = os.path.join(absolute(config.root), "")
     differs = _other_records(dataset, records, config.root, top)
     if differs is None:
-        differs = _other_images(records, top, _COMPARED_IMAGES)
+        differs = _other_images(records, top, _COMPARED_IMAGES, dataset.opener)
     if differs is None:
         return
     other, what = differs
@@ -275,7 +276,7 @@ def require_same_data(dataset: DetectionSet, config: DataConfig) -> None:
 def fingerprint(dataset: DetectionSet, root: str) -> str:
     """A digest of a set: image names below `root`, sizes, order, objects."""
     records = Records.of(dataset.records)
-    top = os.path.join(storage.absolute(root), "")
+    top = os.path.join(absolute(root), "")
     content = hashlib.blake2b(digest_size=16)
     for begin in range(0, len(records), _PATHS_AT_ONCE):
         paths = records.paths(begin, begin + _PATHS_AT_ONCE)
@@ -346,7 +347,7 @@ def _columns(record: ImageRecord) -> dict[str, str]:
     }
 
 
-def _other_images(records: Records, top: str, count: int) -> tuple[int, str] | None:
+def _other_images(records: Records, top: str, count: int, opener: Opener) -> tuple[int, str] | None:
     """First rank whose image files differ from rank 0's, and where.  Collective.
 
     The first rank of each host reads them; a single host has nothing to compare.
@@ -362,7 +363,7 @@ def _other_images(records: Records, top: str, count: int) -> tuple[int, str] | N
         progress = Progress(_LOGGER, "comparing images across hosts", len(records) + len(chosen_K))
         found_M = np.concatenate(
             [
-                look_at_all(lambda at: _size(records.path(at)), len(records), progress),
+                look_at_all(lambda at: _size(records.path(at), opener), len(records), progress),
                 look_at_all(lambda k: _content(records.path(chosen_K[k])), len(chosen_K), progress),
             ]
         )
@@ -395,9 +396,9 @@ def _content(path: str) -> int:
     return int.from_bytes(mark, "little", signed=True)
 
 
-def _size(path: str) -> int:
+def _size(path: str, opener: Opener) -> int:
     """Bytes of a file; -1 where there is none."""
     try:
-        return storage.identity_of(path).bytes
+        return opener.identity_of(path).bytes
     except (OSError, StorageError):  # its reader reports why
         return -1

@@ -7,15 +7,15 @@ Rank 0 notes those of its run with the job.  The host that comes back makes its 
 import json
 from pathlib import Path
 
+from ppdist.common import addresses
 from ppdist.common.files import digest_of_text, replace_file
 from ppdist.common.job import DIGESTS_NOTE, write_note
+from ppdist.common.retry import unavailable
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.types import DetectionSet
 from ppdist.engine.data import fingerprint, read_unshared
 from ppdist.engine.preflight import digests_of_code, flat_config, inputs_of, versions
-from ppdist.storage import addresses
-from ppdist.storage import files as storage
-from ppdist.storage.retry import unavailable
+from ppdist.storage.files import STORAGE
 
 Digests = dict[str, str]  # by part, such as `config data.root`
 
@@ -39,7 +39,7 @@ def write_digests(file: Path, config: ExperimentConfig, *, evaluate: bool, fitte
     Raises: UserError: the data cannot be read; StorageError: an input is not there.
     """
     for path in inputs_of(config, evaluate=evaluate):
-        if not addresses.is_remote(path) and not storage.can_be_read(path):
+        if not addresses.is_remote(path) and not STORAGE.can_be_read(path):
             raise unavailable("cannot be read on this host", f"{path}")
     train_set, val_set = read_unshared(config.data, config.model.num_classes, evaluate)
     digests = _digests(config, train_set, val_set)

@@ -21,11 +21,13 @@ import numpy as np
 import paddle
 
 import ppdist
+from ppdist.common import addresses
 from ppdist.common.code_digest import digests_of_package
 from ppdist.common.errors import ConfigError, LaunchError, WeightsError
 from ppdist.common.files import digest_of_file
 from ppdist.common.job import MIN_HOSTS_VARIABLE, PER_HOST_KEYS, RUN_NOTE, read_note
 from ppdist.common.process import unknown_paddle
+from ppdist.common.retry import unavailable
 from ppdist.config import plugins
 from ppdist.config.distributed import DistributedConfig
 from ppdist.config.experiment import ExperimentConfig
@@ -38,10 +40,9 @@ from ppdist.engine.continuation import ANEW, AUTO, Continuation
 from ppdist.models.model_card import require_fit
 from ppdist.models.weights import checkpoint_of, digest_of_weights
 from ppdist.models.zoo import entry_of, is_name, local_weights
-from ppdist.storage import addresses, stores
-from ppdist.storage import files as storage
+from ppdist.storage import stores
 from ppdist.storage.download import sha256_of
-from ppdist.storage.retry import unavailable
+from ppdist.storage.files import STORAGE
 
 _SUM_SECONDS = 60.0  # gloo itself gives up after 30
 
@@ -108,7 +109,7 @@ def inputs_of(config: ExperimentConfig, *, evaluate: bool, anew: bool = False) -
     """
     splits = [config.data.train, config.data.val][: 1 + evaluate]
     paths = [
-        storage.folder_of(config.data.root, name)
+        addresses.folder_of(config.data.root, name)
         for each in splits
         for name in (*each.image_folders, *each.annotation_files)
     ]
@@ -135,7 +136,7 @@ def wait_for_inputs(config: ExperimentConfig, *, evaluate: bool, anew: bool) -> 
             if addresses.is_remote(path):
                 with suppress(OSError):  # an answer suffices: not every store has folders
                     stores.identity_of(path)
-            elif not storage.can_be_read(path):
+            elif not STORAGE.can_be_read(path):
                 why = "cannot be read, though an earlier attempt of this job has read it"
                 raise unavailable(why, f"{path}")
 

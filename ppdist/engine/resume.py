@@ -29,6 +29,7 @@ from ppdist.common.errors import CheckpointError, StorageError
 from ppdist.common.files import require_no_link
 from ppdist.common.job import RUN_NOTE, read_note, write_note
 from ppdist.common.manifest import MANIFEST
+from ppdist.common.retry import unavailable
 from ppdist.common.run_log import RunLog
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.train import MicroBatches, TrainConfig
@@ -52,7 +53,6 @@ from ppdist.engine.output_dirs import OutputDirs
 from ppdist.engine.schedule_setup import ScheduleSetup, extension_note
 from ppdist.engine.state import Run, SavedState, Snapshot, ingredients
 from ppdist.models.weights import digest_of_weights
-from ppdist.storage.retry import unavailable
 
 _LOGGER = logging.getLogger("ppdist")
 _CHUNK = 16 << 20  # bytes per message: gloo times out after 30 s

@@ -34,6 +34,7 @@ from ppdist.common.drafts import remove_drafts
 from ppdist.common.errors import DataError, ExportError
 from ppdist.common.files import draft_of, require_no_link
 from ppdist.common.manifest import CARD_NOTE
+from ppdist.common.opener import DISK, Opener
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.export import INT8_LOSS
 from ppdist.config.runtime import RuntimeOptions
@@ -753,9 +754,10 @@ def spread(records: Sequence[ImageRecord]) -> list[ImageRecord]:
     return [records[place] for place in places]
 
 
-def read_record(record: ImageRecord) -> np.ndarray:
+def read_record(record: ImageRecord, opener: Opener) -> np.ndarray:
     """uint8 RGB [H, W, 3].  Raises: DataError: as read_image."""
-    return read_image(record.path, (record.height, record.width) if record.height else None)
+    size = (record.height, record.width) if record.height else None
+    return read_image(record.path, size, opener=opener)
 
 
 def prepared(image_HW3: np.ndarray, spec: InferenceSpec) -> np.ndarray:
@@ -771,19 +773,24 @@ def prepared(image_HW3: np.ndarray, spec: InferenceSpec) -> np.ndarray:
 class Pictures(Sequence[np.ndarray]):
     """Images prepared by `prepared`; each is read on access to save memory."""
 
-    def __init__(self, records: Sequence[ImageRecord], spec: InferenceSpec) -> None:
-        self._records, self._spec = records, spec
+    def __init__(
+        self, records: Sequence[ImageRecord], spec: InferenceSpec, opener: Opener = DISK
+    ) -> None:
+        self._records, self._spec, self._opener = records, spec, opener
 
     def __len__(self) -> int:
         return len(self._records)
 
     def __getitem__(self, place: Any) -> Any:
         """Args: place: a single index; slices are not supported."""
-        return prepared(read_record(self._records[place]), self._spec)
+        return prepared(read_record(self._records[place], self._opener), self._spec)
 
 
 def readable(
-    records: Sequence[ImageRecord], count: int, warn: Callable[[str], None]
+    records: Sequence[ImageRecord],
+    count: int,
+    warn: Callable[[str], None],
+    opener: Opener = DISK,
 ) -> list[ImageRecord]:
     """The first `count` readable records.
 
@@ -795,7 +802,7 @@ def readable(
     broken: list[str] = []
     for record in records[: 2 * count]:
         try:
-            read_record(record)
+            read_record(record, opener)
         except DataError as error:
             broken.append(str(error))
         else:
@@ -842,7 +849,7 @@ def take_sample(
         if len(records) >= count:
             break
         try:
-            image_HW3 = read_record(record)
+            image_HW3 = read_record(record, dataset.opener)
         except DataError:
             continue
         rows.append(_rows_of(len(records), predict, image_HW3, spec))
@@ -856,7 +863,7 @@ def take_sample(
 def precision_on(sample: Sample, predict: Predictor, spec: InferenceSpec) -> float:
     """mAP of another form of the model on the same images."""
     rows = [
-        _rows_of(place, predict, read_record(record), spec)
+        _rows_of(place, predict, read_record(record, sample.dataset.opener), spec)
         for place, record in enumerate(sample.dataset.records)
     ]
     return _precision(sample.dataset, rows)

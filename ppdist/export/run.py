@@ -63,8 +63,8 @@ def export_weights(
         "normalised": normalisation_of(model) if options.normalised_input else None,
     }
     spec = spec.model_copy(update={"input": spec.input.model_copy(update=takes)})
-    records = readable(dataset.records, SAMPLES, warn) if dataset else []
-    samples = list(Pictures(records, spec))
+    records = readable(dataset.records, SAMPLES, warn, dataset.opener) if dataset else []
+    samples = list(Pictures(records, spec, dataset.opener)) if dataset else []
     calibration = _calibration(config, options.calibration, spec, warn) if options.int8 else ()
     return export_model(
         model, out, spec, options.formats, options.nms, samples, calibration, dataset,
@@ -97,11 +97,11 @@ def _calibration(
     dataset = read_split(config.data, "train", config.model.num_classes)
     if dataset.limited:
         warn(f"calibration: {dataset.limited}")
-    records = readable(spread(dataset.records), count, warn)
+    records = readable(spread(dataset.records), count, warn, dataset.opener)
     if not records:
         raise DataError(
             "no image of the training set is readable",
             code="no_good_image",
             where=f"--int8: {dataset.source}",
         )
-    return Pictures(records, spec)
+    return Pictures(records, spec, dataset.opener)

@@ -33,6 +33,7 @@ from ppdist.runtime.decoder import (
     unread_kind,
     unread_kinds,
 )
+from ppdist.storage.files import STORAGE
 
 STDIN = "-"
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
@@ -351,7 +352,7 @@ def read_source(place: Path | str | int) -> np.ndarray:
         return decode_image(_bounded(sys.stdin.buffer.read(_MOST_BYTES + 1), "stdin"), "stdin")
     if text.startswith(_WEB):
         return decode_image(_download(text), text)
-    content = read_content(text)
+    content = read_content(text, STORAGE)
     return _lit(decode_image(content, text), has_sixteen_bits(content))
 
 

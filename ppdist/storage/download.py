@@ -21,6 +21,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from ppdist.common import addresses
 from ppdist.common.errors import StorageError, UserError
 from ppdist.common.files import (
     FileLock,
@@ -32,9 +33,8 @@ from ppdist.common.files import (
     writing,
 )
 from ppdist.common.machine import free_disk
-from ppdist.storage import addresses, stores
-from ppdist.storage.identity import mark_in
-from ppdist.storage.retry import unavailable, with_retries
+from ppdist.common.retry import unavailable, with_retries
+from ppdist.storage import stores
 
 _LOGGER = logging.getLogger("ppdist.data")
 
@@ -114,14 +114,16 @@ def download(
     return found
 
 
-def local_copy(path: str | os.PathLike[str]) -> Path:
-    """Local copy of a file in a store, downloaded once per host.
+def local_copy(path: Path) -> Path:
+    """A file itself, or the local copy of one in a store, downloaded once per host.
 
     Other processes and later runs reuse it.
 
     Raises: UserError: it cannot be fetched or written.  StorageError.
     """
-    url = addresses.url_of(path)
+    if not addresses.is_remote(path):
+        return path
+    url = addresses.absolute(path)
     try:
         found = stores.identity_of(url)
     except OSError as error:
@@ -386,7 +388,7 @@ def _size(part: Path) -> int:
 
 def _note(part: Path, url: str, headers: Any) -> None:
     """Records the version of the partial file, if the server names one."""
-    note = {"url": url, "version": mark_in(headers, strong=True)}
+    note = {"url": url, "version": stores.mark_in(headers, strong=True)}
     with writing(part):
         replace_file(_note_of(part), json.dumps(note).encode())
 

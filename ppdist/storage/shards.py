@@ -21,13 +21,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from ppdist.common import addresses
+from ppdist.common.addresses import SHARD_SUFFIX, Place
 from ppdist.common.files import open_file, read_file, too_large, writing
-from ppdist.storage import addresses, stores
+from ppdist.storage import stores
 from ppdist.storage.download import local_copy
 
 INDEX_FILE = "index.csv"
 _COLUMNS = ["name", "shard", "offset", "size"]
-_SUFFIX = ".tar"
 _MOST_INDEX = 1 << 32
 _HEADER_BYTES = tarfile.BLOCKSIZE
 
@@ -88,33 +89,6 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(os.fsencode(text), digest_size=8).digest(), "little")
 
 
-class Place(NamedTuple):
-    """A path through a shard, taken apart: folder/shard/name."""
-
-    folder: str
-    shard: str
-    name: str
-
-
-def place_in_shard(path: str) -> Place | None:
-    """Where a path leads through a tar file; None: it does not.
-
-    On disk a folder may be called so, too, and is one.
-    """
-    begin = 0
-    while (at := path.find(f"{_SUFFIX}/", begin)) >= 0:
-        begin = at + len(_SUFFIX)
-        shard, name = path[:begin], path[begin + 1 :]
-        if addresses.is_remote(path) or os.path.isfile(shard):
-            return Place(*os.path.split(shard), name)
-    return None
-
-
-def is_shard(path: str) -> bool:
-    """Whether a folder is in truth a tar file."""
-    return path.endswith(_SUFFIX) and (addresses.is_remote(path) or os.path.isfile(path))
-
-
 _indexes: dict[str, ShardIndex] = {}  # by folder; workers inherit those of their rank
 
 
@@ -126,8 +100,8 @@ def index_of(folder: str) -> ShardIndex:
     found = _indexes.get(folder)
     if found is None:
         file = os.path.join(folder, INDEX_FILE)
-        local = local_copy(file) if addresses.is_remote(folder) else Path(file)
-        found = _indexes[folder] = ShardIndex(read_file(local, _MOST_INDEX), addresses.url_of(file))
+        content = read_file(local_copy(Path(file)), _MOST_INDEX)
+        found = _indexes[folder] = ShardIndex(content, addresses.absolute(file))
     return found
 
 
@@ -285,7 +259,7 @@ class ShardWriter:
         self._shards += 1
 
     def _shard_name(self, number: int) -> str:
-        return f"{self._split}-{number:06d}{_SUFFIX}"
+        return f"{self._split}-{number:06d}{SHARD_SUFFIX}"
 
     def _append(self, tar: tarfile.TarFile, name: str, content: bytes) -> int:
         """Returns: where the content begins."""

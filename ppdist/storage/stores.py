@@ -1,7 +1,7 @@
 """Object stores: files at s3://, gs://, http:// and others, through fsspec.
 
 Every failure is an OSError, as with a disk: FileNotFoundError, PermissionError.  If the same
-request may succeed later, it is sent again (storage/retry.py), at last a StorageError.  No message
+request may succeed later, it is sent again (common/retry.py), at last a StorageError.  No message
 contains a key, a token or a library's own text.
 
 `Path` and `os.path` collapse double slashes, so `s3:/bucket/key` is read as `s3://bucket/key`.
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ppdist.common.addresses import absolute
 from ppdist.common.errors import StorageError, UserError
 from ppdist.common.files import user_cache
-from ppdist.storage.addresses import url_of
-from ppdist.storage.identity import Identity, mark_in
-from ppdist.storage.keyed_cache import KeyedCache
-from ppdist.storage.retry import unavailable, with_retries
+from ppdist.common.keyed_cache import KeyedCache
+from ppdist.common.opener import Identity
+from ppdist.common.retry import unavailable, with_retries
 
 _LOGGER = logging.getLogger("ppdist.data")
 _LISTING_SECONDS = 300.0
@@ -32,6 +32,8 @@ _PASSING_STATUS = (408, 425, 429)
 _T = TypeVar("_T")
 _MOST_ASKED = 1 << 16
 _HTTP = ("http:", "https:")
+# What a server's headers, or a store's description, may have to tell contents apart.
+_VALIDATORS = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "updated", "created")
 
 
 @dataclass
@@ -41,7 +43,6 @@ class _Settings:
     cache: None: no caching.  seconds: timeout of a request.
     """
 
-    folder: Path | None = None
     cache: KeyedCache | None = None
     seconds: float = 20.0
 
@@ -55,27 +56,25 @@ _RUN = uuid.uuid4().hex  # mark of files without one: valid in this process and 
 
 def folder_of_copies() -> Path:
     """Where whole files of stores are kept."""
-    folder = _settings.folder or Path(tempfile.gettempdir()) / f"ppdist-stores-{os.getuid()}"
-    return folder / "copies"
+    home = user_cache()
+    folder = Path(tempfile.gettempdir()) / f"ppdist-stores-{os.getuid()}"
+    return (folder if home is None else home / "stores") / "copies"
 
 
-def use(folder: str | None, cache_bytes: int, seconds: float) -> None:
+def use(cache_bytes: int, seconds: float) -> None:
     """Sets how this process and its forks access stores from now on.
 
     Args:
-        folder: of the cache; None: ppdist in $XDG_CACHE_HOME or ~/.cache.
         cache_bytes: limit of the cached images; 0: none are cached.
         seconds: timeout of a request.
     """
-    home = user_cache() if folder is None else Path(folder)
-    place = None if home is None else home / "stores"
-    _settings.seconds = seconds
-    kept = _settings.cache
+    home = user_cache()
+    place = None if home is None else home / "stores" / "objects"
+    kept, _settings.seconds = _settings.cache, seconds
     if place is None or not cache_bytes:
-        _settings.folder, _settings.cache = place, None
-    elif kept is None or _settings.folder != place or kept.most_bytes != cache_bytes:
-        _settings.folder = place
-        _settings.cache = KeyedCache(place / "objects", cache_bytes, _say_uncached)
+        _settings.cache = None
+    elif kept is None or (kept.folder, kept.most_bytes) != (place, cache_bytes):
+        _settings.cache = KeyedCache(place, cache_bytes, _say_uncached)
 
 
 def _say_uncached(why: str) -> None:
@@ -86,7 +85,7 @@ def identity_of(path: str | os.PathLike[str]) -> Identity:
     """Asks for the content identity of one file.  Raises: OSError, StorageError."""
     found = _ask(path, "info")
     if found.get("type") == "directory":
-        raise IsADirectoryError(errno.EISDIR, "a folder", url_of(path))
+        raise IsADirectoryError(errno.EISDIR, "a folder", absolute(path))
     return _identity(found)
 
 
@@ -98,7 +97,7 @@ def listed_identity(url: str) -> Identity | None:
 
 def known_identity(path: str | os.PathLike[str]) -> Identity:
     """Like `identity_of`, from earlier listings and requests until `look_anew`."""
-    url = url_of(path)
+    url = absolute(path)
     found = listed_identity(url) or _asked.get(url)
     return _note(url, identity_of(url)) if found is None else found
 
@@ -115,7 +114,7 @@ def list_folder(folder: str) -> Mapping[str, Identity] | None:
 
     Raises: OSError; FileNotFoundError: there is nothing.  StorageError.
     """
-    url = url_of(folder)
+    url = absolute(folder)
     if url not in _listings:
         _listings[url] = None if url.startswith(_HTTP) else _listing(url)
     return _listings[url]
@@ -133,7 +132,7 @@ def _listing(url: str) -> Mapping[str, Identity]:
 def look_anew(folders: Iterable[str]) -> None:
     """Forgets listings of these folders, and all identities asked for."""
     for folder in folders:
-        _listings.pop(url_of(folder), None)
+        _listings.pop(absolute(folder), None)
     _asked.clear()
 
 
@@ -147,7 +146,7 @@ def fetch(
     Args: kept: whether the cache keeps it.
     Raises: OSError, StorageError.
     """
-    url, cache = url_of(path), _settings.cache if kept else None
+    url, cache = absolute(path), _settings.cache if kept else None
     key = f"{url}\0{begin}\0{length}"
     entry = None if cache is None else cache.get(key)
     if entry is not None:
@@ -177,6 +176,18 @@ def mark_of_run(found: Identity) -> bytes:
     return (found.mark or _RUN).encode("utf-8", "surrogateescape")
 
 
+def mark_in(told: Mapping[str, Any], *, strong: bool = False) -> str:
+    """Mark in a response's headers, or a store's description; "": none.
+
+    Args: strong: guarantees equal bytes, as a resumed download needs; weak ETags do not count.
+    """
+    for key in _VALIDATORS:
+        value = told.get(key)
+        if value is not None and not (strong and str(value).startswith("W/")):
+            return str(value)
+    return ""
+
+
 # --- requests -------------------------------------------------------------------------------------
 
 
@@ -188,7 +199,7 @@ def _ask(
     Args: seconds: timeout of the request.
     Raises: as `_request`.
     """
-    url = url_of(path)
+    url = absolute(path)
     filesystem = _filesystem(url)
     limit = _settings.seconds if seconds is None else seconds
     if filesystem.async_impl:  # the others have limits of their own

@@ -29,6 +29,7 @@ from ppdist.common.files import make_folder, write_whole
 from ppdist.data.checks.statistics import Objects, per_class
 from ppdist.data.image import read_image
 from ppdist.metrics.run import Numbers, Run
+from ppdist.storage.files import STORAGE
 from ppdist.viz.draw import (
     BLUE,
     CJK_FONTS,
@@ -271,7 +272,7 @@ def _read_within(file: str, folders: Sequence[Path]) -> np.ndarray | None:
         path = Path(os.path.abspath(folder / file))  # without `..`
         try:
             if any(path.is_relative_to(each) for each in allowed):
-                return read_image(path)
+                return read_image(path, opener=STORAGE)
         except (DataError, OSError, ValueError):  # a name with a zero in it is a ValueError
             continue
     return None

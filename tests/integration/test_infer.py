@@ -167,7 +167,7 @@ def test_missing_data_set_numbers_classes_and_warns(project: Path) -> None:
 def test_unreachable_store_numbers_classes_and_warns(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppdist.storage.retry._START_SECONDS", 0.0)
+    monkeypatch.setattr("ppdist.common.retry._START_SECONDS", 0.0)
     address = f"data.root=http://127.0.0.1:{free_port()}/set"
     warnings: list[str] = []
     assert validation_set(load_config(project / "cfg.yml", [address]), warnings.append) is None

@@ -12,8 +12,12 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from ppdist.common.addresses import is_remote
 from ppdist.common.errors import DataError
+from ppdist.common.keyed_cache import KeyedCache
+from ppdist.common.opener import Opener
 from ppdist.common.process import DETAIL
+from ppdist.common.retry import unavailable
 from ppdist.config.data import DataConfig
 from ppdist.data.checks.images import (
     CheckedImages,
@@ -29,10 +33,6 @@ from ppdist.data.datasets.annotations import KINDS
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
 from ppdist.distributed.progress import Progress
-from ppdist.storage import files as storage
-from ppdist.storage.files import can_be_read
-from ppdist.storage.keyed_cache import KeyedCache
-from ppdist.storage.retry import unavailable
 
 _LOGGER = logging.getLogger("ppdist.data")
 _EXAMPLES = 3
@@ -97,7 +97,7 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
     """
     started = time.monotonic()
     records = {split: Records.of(dataset.records) for split, dataset in sets.items()}
-    keys = {split: _keys(each, decode) for split, each in records.items()}
+    keys = {split: _keys(each, sets[split].opener, decode) for split, each in records.items()}
     unkept = "data check: not kept for the next time: %s"
     kept = KeyedCache.of_user("checks", _MOST_BYTES, lambda why: _LOGGER.info(unkept, why))
     certain = kept is not None and all((keys_N != _UNKNOWN).all() for keys_N in keys.values())
@@ -111,7 +111,7 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
     again = " (unchanged since the last check)" if known else ""
     if known is None:
         checked = {
-            split: _checked(images, decode=decode, workers=workers)
+            split: _checked(images, sets[split].opener, decode=decode, workers=workers)
             for split, images in records.items()
         }
         known = _outcome(sets, checked)
@@ -120,14 +120,14 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
             kept.put(key, json.dumps(known).encode())
     count = sum(map(len, records.values()))
     seconds, what = time.monotonic() - started, "pixels" if decode else "headers"
-    if not decode and any(storage.is_remote(d.records[0].path) for d in sets.values() if d.records):
+    if not decode and any(is_remote(d.records[0].path) for d in sets.values() if d.records):
         what = "headers (in an object store: only the listing)"
     said = "data check: %s of %d images in %.1f s%s"
     _LOGGER.info(said, what, count, seconds, again, extra=DETAIL)
     return known
 
 
-def _checked(records: Records, *, decode: bool, workers: int) -> CheckedImages:
+def _checked(records: Records, opener: Opener, *, decode: bool, workers: int) -> CheckedImages:
     """Checks the images of a split.
 
     Those of a job that was started anew were there before: where some are away, they are checked
@@ -138,19 +138,19 @@ def _checked(records: Records, *, decode: bool, workers: int) -> CheckedImages:
 
     def check(positions: Sequence[int]) -> list[ImageCheck]:
         progress = Progress(_LOGGER, "data check", len(positions))
-        files = _Files(records, positions)
+        files = _Files(records, opener, positions)
         return check_files(files, decode=decode, workers=workers, done=progress.add)
 
     checks = check(range(len(records)))
     failed = [at for at, result in enumerate(checks) if result.passing]
     if failed and comm.was_restarted():
-        comm.once_there(lambda: _require_storage(records, failed))
+        comm.once_there(lambda: _require_storage(records, opener, failed))
         for at, result in zip(failed, check(failed)):
             checks[at] = result
     return [(records.path(at), result) for at, result in enumerate(checks)]
 
 
-def _require_storage(records: Records, failed: Sequence[int]) -> None:
+def _require_storage(records: Records, opener: Opener, failed: Sequence[int]) -> None:
     """Raises: StorageError: no file beside a failed one can be read."""
     folder_of = [os.path.dirname(records.path(at)) for at in range(len(records))]
     for folder in dict.fromkeys(folder_of[at] for at in failed):
@@ -158,7 +158,7 @@ def _require_storage(records: Records, failed: Sequence[int]) -> None:
         if not inside[1:]:  # it is alone there: any others of the set, or the folder
             others = [records.path(at) for at in range(min(len(folder_of), _PROBED))]
             inside = others if others[1:] else [folder]
-        if not any(map(can_be_read, inside[:_PROBED])):
+        if not any(map(opener.can_be_read, inside[:_PROBED])):
             why = "cannot be read, though an earlier attempt of this job has read it"
             raise unavailable(why, inside[0])
 
@@ -169,8 +169,8 @@ class _Files(Sequence[ImageFile]):
     A list of a million takes 0.5 GB.
     """
 
-    def __init__(self, records: Records, positions: Sequence[int]) -> None:
-        self._records, self._positions = records, positions
+    def __init__(self, records: Records, opener: Opener, positions: Sequence[int]) -> None:
+        self._records, self._opener, self._positions = records, opener, positions
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -181,10 +181,11 @@ class _Files(Sequence[ImageFile]):
     def __getitem__(self, index: slice) -> Sequence[ImageFile]: ...
     def __getitem__(self, index: int | slice) -> ImageFile | Sequence[ImageFile]:
         if isinstance(index, slice):
-            return _Files(self._records, self._positions[index])
+            return _Files(self._records, self._opener, self._positions[index])
         at = self._positions[index]
         height, width = self._records.sizes_N2[at].tolist()
-        return ImageFile(self._records.path(at), (width, height) if width > 0 else None)
+        size = (width, height) if width > 0 else None
+        return ImageFile(self._records.path(at), size, self._opener)
 
 
 def _outcome(
@@ -206,7 +207,8 @@ def _outcome(
             if KINDS[kind].severity == "warning"
         ]
         doubts += [
-            ("image_duplicate", f"{path} and {first}") for path, first in duplicates(images).items()
+            ("image_duplicate", f"{path} and {first}")
+            for path, first in duplicates(images, sets[split].opener).items()
         ]
         for kind, count in Counter(kind for kind, _ in doubts).items():
             examples = [text for code, text in doubts if code == kind][:_EXAMPLES]
@@ -219,7 +221,7 @@ def _outcome(
                 f"{follows}; first: {'; '.join(examples)}"
             )
     if "val" in checked and not same_list(checked["train"], checked["val"]):
-        leaking = [*leaks(checked["train"], checked["val"])]
+        leaking = [*leaks(checked["train"], checked["val"], sets["train"].opener)]
         if leaking:
             lines.append(
                 f"leakage: {len(leaking)} of {len(checked['train'])} training images are in the "
@@ -244,7 +246,7 @@ _UNKNOWN = 0  # key of an image whose changes cannot be detected
 _MOST_BYTES = 1 << 30
 
 
-def _keys(records: Records, decode: bool) -> np.ndarray:
+def _keys(records: Records, opener: Opener, decode: bool) -> np.ndarray:
     """Keys, int64 [N], of what each image's check depends on.
 
     These are its path, its annotated size, and its content identity (ctime: new permissions, too).
@@ -255,7 +257,7 @@ def _keys(records: Records, decode: bool) -> np.ndarray:
     def key(at: int) -> int:
         path = records.path(at)
         try:
-            identity = storage.identity_of(path)
+            identity = opener.identity_of(path)
             if not identity.mark:
                 return _UNKNOWN
             seen = " ".join(map(str, identity))

@@ -121,9 +121,11 @@ def _left_out(report: Report) -> dict[str, dict[str, str]]:
         return [entry for entry in report.splits[split].images if entry[0] not in result[split]]
 
     if not same_list(train.images, val.images):
-        result["train"] |= dict.fromkeys(leaks(stays("train"), stays("val")), "leakage")
+        leaking = leaks(stays("train"), stays("val"), train.raw.opener)
+        result["train"] |= dict.fromkeys(leaking, "leakage")
     for split in result:
-        result[split] |= dict.fromkeys(duplicates(stays(split)), "image_duplicate")
+        repeated = duplicates(stays(split), report.splits[split].raw.opener)
+        result[split] |= dict.fromkeys(repeated, "image_duplicate")
     return result
 
 

@@ -24,8 +24,11 @@ import cv2
 import numpy as np
 from PIL import Image, TiffImagePlugin
 
+from ppdist.common.addresses import is_in_shard, is_remote
 from ppdist.common.child import ForkedChild
 from ppdist.common.errors import DataError, StorageError
+from ppdist.common.opener import DISK, Opener
+from ppdist.common.retry import with_retries
 from ppdist.data.image import read_header, read_image
 from ppdist.runtime.decoder import (
     FORMATS,
@@ -37,9 +40,6 @@ from ppdist.runtime.decoder import (
     unread_pixels,
     usual_jpeg,
 )
-from ppdist.storage import files as storage
-from ppdist.storage.files import open_file
-from ppdist.storage.retry import with_retries
 
 
 class ImageFile(NamedTuple):
@@ -50,6 +50,7 @@ class ImageFile(NamedTuple):
 
     path: str
     size: tuple[int, int] | None
+    opener: Opener = DISK
 
 
 class ImageCheck(NamedTuple):
@@ -90,9 +91,9 @@ def check_files(
 
     def check_header(at: int) -> ImageCheck:
         file = files[at]
-        if storage.is_remote(file.path):
-            return check_listed(file.path)
-        return check_image(file.path, file.size, decode=False)
+        if is_remote(file.path):
+            return check_listed(file.path, file.opener)
+        return check_image(file.path, file.size, decode=False, opener=file.opener)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, of odd files
@@ -120,13 +121,13 @@ def in_threads(look: Callable[[int], T], count: int, done: Callable[[int], objec
             yield from some
 
 
-def check_listed(path: str) -> ImageCheck:
+def check_listed(path: str, opener: Opener) -> ImageCheck:
     """Check of an image by a store's listing, without opening it.
 
     It is there, and not empty.
     """
     try:
-        identity = storage.identity_of(path)
+        identity = opener.identity_of(path)
     except FileNotFoundError:
         return ImageCheck(Damage("image_missing", "does not exist"), passing=True)
     except OSError as error:
@@ -134,25 +135,25 @@ def check_listed(path: str) -> ImageCheck:
         return ImageCheck(problem, passing=True)
     if not identity.bytes and identity.mark:
         return ImageCheck(Damage("image_empty", "empty (0 bytes)"))
-    told = identity.mark and not storage.is_in_shard(path)
+    told = identity.mark and not is_in_shard(path)
     return ImageCheck(digest=f"{identity.bytes} {identity.mark}" if told else "")
 
 
-def duplicates(images: CheckedImages) -> dict[str, str]:
+def duplicates(images: CheckedImages, opener: Opener) -> dict[str, str]:
     """Path -> an earlier path with the same content."""
     result = {}
-    for group in _same_content(images):
+    for group in _same_content(images, opener):
         first, *others = dict.fromkeys(images[position][0] for position in group)
         result.update(dict.fromkeys(others, first))
     return result
 
 
-def leaks(train: CheckedImages, val: CheckedImages) -> dict[str, str]:
+def leaks(train: CheckedImages, val: CheckedImages, opener: Opener) -> dict[str, str]:
     """Path of each training image -> path of its duplicate in validation."""
     held = {path for path, _ in val}
     result = {path: path for path, _ in train if path in held}
     both = [*train, *val]
-    for group in _same_content(both):
+    for group in _same_content(both, opener):
         held_there = [both[position][0] for position in group if position >= len(train)]
         if held_there:
             for position in group:
@@ -172,7 +173,7 @@ def same_list(train: CheckedImages, val: CheckedImages) -> bool:
     )
 
 
-def _same_content(images: CheckedImages) -> list[list[int]]:
+def _same_content(images: CheckedImages, opener: Opener) -> list[list[int]]:
     """Groups of positions with equal file content.
 
     Each group has two paths or more.
@@ -186,13 +187,13 @@ def _same_content(images: CheckedImages) -> list[list[int]]:
         if len({images[position][0] for position in positions}) > 1:
             for position in positions:
                 path, check = images[position]
-                groups[digest, b"" if check.certain else _hash(path)].append(position)
+                groups[digest, b"" if check.certain else _hash(path, opener)].append(position)
     return [group for group in groups.values() if len({images[p][0] for p in group}) > 1]
 
 
-def _hash(path: str) -> bytes:
+def _hash(path: str, opener: Opener) -> bytes:
     try:
-        with open_file(path) as file:
+        with opener.open(path) as file:
             summary = hashlib.blake2b(digest_size=16)
             while block := file.read(1 << 20):
                 summary.update(block)
@@ -335,7 +336,7 @@ def _serve(pipe: "Connection[Any, Any]", files: Sequence[ImageFile], parent: int
             continue
         for position in pipe.recv():
             file = files[position]
-            check = partial(check_image, file.path, file.size, decode=True)
+            check = partial(check_image, file.path, file.size, decode=True, opener=file.opener)
             found: ImageCheck | StorageError
             try:
                 found = with_retries(check, pause=pause)
@@ -348,7 +349,9 @@ _HEAD, _TAIL = 64 * 1024, 8 * 1024  # bytes that a check of the header reads of 
 _ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND"}  # of a JPEG, of a PNG
 
 
-def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> ImageCheck:
+def check_image(
+    path: str, size: tuple[int, int] | None, *, decode: bool, opener: Opener = DISK
+) -> ImageCheck:
     """Checks one image file.
 
     Storage that is away says nothing of it.
@@ -360,8 +363,8 @@ def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> Ima
     Raises: StorageError: its store stays away.
     """
     try:
-        with open_file(path) as file:
-            return _check_content(file, path, size, decode)
+        with opener.open(path) as file:
+            return _check_content(file, path, size, decode, opener)
     except FileNotFoundError:
         problem = Damage("image_missing", "does not exist")
     except OSError as error:
@@ -372,7 +375,7 @@ def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> Ima
 
 
 def _check_content(
-    file: BinaryIO, path: str, size: tuple[int, int] | None, decode: bool
+    file: BinaryIO, path: str, size: tuple[int, int] | None, decode: bool, opener: Opener
 ) -> ImageCheck:
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -389,10 +392,10 @@ def _check_content(
     problem = damage(head, length) if whole or head[:2] not in _ENDS else None
     if problem is not None:
         return ImageCheck(problem, digest=digest.hexdigest(), certain=whole)
-    header = _header_of_jpeg(head, path) or _header(file, path)
+    header = _header_of_jpeg(head, path) or _header(file, path, opener)
     notes = header.notes if header else ()
     if decode:
-        problem, image_HW3 = _decoded(path, size)
+        problem, image_HW3 = _decoded(path, size, opener)
         if "sixteen_bit" in notes and image_HW3 is not None and is_dark(image_HW3):
             notes = (*notes, "dark_sixteen_bit")
     elif header is None:
@@ -444,9 +447,9 @@ def _header_of_jpeg(head: bytes, path: str) -> _Header | None:
     return _Header(((width, height),) * 2, (*notes, *["grey"][channels - 1 :]))
 
 
-def _header(file: BinaryIO, path: str) -> _Header | None:
+def _header(file: BinaryIO, path: str, opener: Opener) -> _Header | None:
     """Header of an image; None: not understood (OpenCV may understand it)."""
-    frame = read_header(path)
+    frame = read_header(path, opener)
     try:
         file.seek(0)
         first = file.read(26)
@@ -477,14 +480,16 @@ def _header(file: BinaryIO, path: str) -> _Header | None:
 _INVENTED = (b"premature end", b"bad Huffman", b"RST", b"Inconsistent progression", b"not yet in")
 
 
-def _decoded(path: str, size: tuple[int, int] | None) -> tuple[Damage | None, np.ndarray | None]:
+def _decoded(
+    path: str, size: tuple[int, int] | None, opener: Opener
+) -> tuple[Damage | None, np.ndarray | None]:
     """What makes an image unusable; else its pixels.
 
     Raises: OSError, MemoryError: it cannot be said.
     """
     with _stderr() as said:
         try:
-            image_HW3 = read_image(path, None if size is None else size[::-1])
+            image_HW3 = read_image(path, None if size is None else size[::-1], opener=opener)
         except DataError as error:
             cause = error.__cause__
             if isinstance(cause, OSError):

@@ -3,12 +3,13 @@
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from ppdist.common.addresses import folder_of, is_remote
 from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig
 from ppdist.data.checks.images import (
@@ -33,7 +34,6 @@ from ppdist.data.datasets.plausibility import first_alike
 from ppdist.data.image import is_image_name
 from ppdist.data.types import Issue, RawColumns, RawImage, RawObject, RawSet, Split
 from ppdist.distributed.progress import Progress
-from ppdist.storage import files as storage
 
 _LOGGER = logging.getLogger("ppdist.data")
 _SPLITS: tuple[Split, ...] = ("train", "val")
@@ -144,12 +144,12 @@ def validate(config: DataConfig, *, decode: bool, workers: int) -> Report:
     for split in _SPLITS:
         issues: list[Issue] = []
         raw = read_raw(config, split, issues.append)
-        images = _checked(raw.images, decode=decode, workers=workers)
+        images = _checked(raw, decode=decode, workers=workers)
         issues += _of_images(raw, images)
         if config.task == "detect":
             issues += _of_boxes(raw)
             issues += _of_objects(raw)
-        for path, first in duplicates(images).items():
+        for path, first in duplicates(images, raw.opener).items():
             what = f"the same content as {first}"
             issues.append(Issue("image_duplicate", what, path, path))
         splits[split] = ValidatedSplit(raw, images, issues)
@@ -164,11 +164,9 @@ def validate(config: DataConfig, *, decode: bool, workers: int) -> Report:
     return Report(splits, decode)
 
 
-def _checked(images: Sequence[RawImage], *, decode: bool, workers: int) -> CheckedImages:
-    files = [
-        ImageFile(str(image.path), (image.width, image.height) if image.width > 0 else None)
-        for image in images
-    ]
+def _checked(raw: RawSet, *, decode: bool, workers: int) -> CheckedImages:
+    sizes = [(image.width, image.height) if image.width > 0 else None for image in raw.images]
+    files = [ImageFile(str(image.path), size, raw.opener) for image, size in zip(raw.images, sizes)]
     progress = Progress(_LOGGER, "data check", len(files))
     checks = check_files(files, decode=decode, workers=workers, done=progress.add)
     return [(file.path, found) for file, found in zip(files, checks)]
@@ -233,7 +231,7 @@ def _leakage(train: ValidatedSplit, val: ValidatedSplit) -> Iterator[Issue]:
     """Training images that are, or duplicate, an image of the validation split."""
     if same_list(train.images, val.images):
         return
-    for path, held in leaks(train.images, val.images).items():
+    for path, held in leaks(train.images, val.images, train.raw.opener).items():
         what = (
             "in the training and the validation split"
             if path == held
@@ -275,8 +273,8 @@ def _unlisted(config: DataConfig, splits: Mapping[str, ValidatedSplit]) -> dict[
     folders = {"train": config.train.image_folders, "val": config.val.image_folders}
     found: dict[str, list[Issue]] = {"train": [], "val": []}
     for split, name in ((split, name) for split, names in folders.items() for name in names):
-        folder = storage.folder_of(config.root, name)
-        for path in () if storage.is_remote(folder) else files_below(folder):
+        folder = folder_of(config.root, name)
+        for path in () if is_remote(folder) else files_below(folder):
             if is_image_name(os.path.basename(path)) and place(path) not in listed:
                 listed.add(place(path))
                 what = f"not listed by {splits[split].raw.source}"

@@ -28,11 +28,11 @@ import msgspec
 import numpy as np
 
 from ppdist import __version__
+from ppdist.common.keyed_cache import KeyedCache
+from ppdist.common.opener import of_stat
 from ppdist.data.cache import first_on_host
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
-from ppdist.storage.identity import of_stat
-from ppdist.storage.keyed_cache import KeyedCache
 
 _LOGGER = logging.getLogger("ppdist.data")
 _VERSION = f"6 {__version__}"  # raise the number when readers find another result in the same files

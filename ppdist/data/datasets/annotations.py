@@ -22,8 +22,10 @@ from urllib.parse import unquote
 import numpy as np
 import yaml
 
+from ppdist.common.addresses import absolute, is_in_shard, is_remote
 from ppdist.common.errors import DataError
-from ppdist.common.files import writing
+from ppdist.common.files import read_file, writing
+from ppdist.common.opener import DISK, Opener
 from ppdist.data.datasets.plausibility import first_alike
 from ppdist.data.image import image_size, is_image_name
 from ppdist.data.types import (
@@ -40,7 +42,6 @@ from ppdist.data.types import (
     packed_paths,
 )
 from ppdist.runtime.decoder import IMAGE_SUFFIXES, UNREAD_SUFFIXES
-from ppdist.storage import files as storage
 
 Severity = Literal["error", "warning", "note"]
 
@@ -403,7 +404,7 @@ def to_detection_set(
 
 
 def absolute_paths(paths: Iterable[str]) -> list[str]:
-    """`storage.absolute` of each.
+    """`absolute` of each.
 
     A million images lie in few folders, so that each folder is looked at once.
     """
@@ -412,10 +413,10 @@ def absolute_paths(paths: Iterable[str]) -> list[str]:
     for path in paths:
         folder, _, name = path.rpartition(os.sep)
         if not folder or name in ("", os.curdir, os.pardir):
-            result.append(storage.absolute(path))
+            result.append(absolute(path))
         else:
             if folder not in known:
-                known[folder] = os.path.join(storage.absolute(folder), "")
+                known[folder] = os.path.join(absolute(folder), "")
             result.append(known[folder] + name)
     return result
 
@@ -704,7 +705,13 @@ class Size(NamedTuple):
 
 
 def size_of(
-    path: Path, width: int | None, height: int | None, said: str, where: str, complain: Complain
+    path: Path,
+    width: int | None,
+    height: int | None,
+    said: str,
+    where: str,
+    complain: Complain,
+    opener: Opener = DISK,
 ) -> Size:
     """Annotated size of an image, or its own size and an issue.
 
@@ -714,20 +721,20 @@ def size_of(
     """
     if width and height and 0 < width < 2**31 and 0 < height < 2**31:
         return Size(width, height, True)
-    own = own_size(path)
+    own = own_size(path, opener)
     if own.known:
         what = f"{said}: using the size of the image, {own.width}x{own.height}"
         complain(Issue("size_missing", what, str(path), where))
     return own
 
 
-def own_size(path: Path) -> Size:
+def own_size(path: Path, opener: Opener = DISK) -> Size:
     """The size in the header of an image file.
 
     Of one that is absent or cannot be read 1x1: the check of the whole split names all absent ones
     at once, `data.bad_images` decides about the others, and no image of another size is taken.
     """
-    found = image_size(path)
+    found = image_size(path, opener)
     return Size(1, 1, False) if found is None else Size(*found, True)
 
 
@@ -763,7 +770,7 @@ def inside_folder(folder: Path, name: str, where: str) -> Path:
         usable = False
     if not usable:
         raise DataError(f"{name!r} cannot be a file name", code="bad_file_name", where=where)
-    path = os.path.normpath(name if storage.is_remote(name) else os.path.join(folder, name))
+    path = os.path.normpath(name if is_remote(name) else os.path.join(folder, name))
     if not path.startswith(os.path.join(os.path.normpath(folder), "")):
         raise DataError(
             f"file name {name!r} leads out of {folder}", code="path_outside", where=where
@@ -815,7 +822,7 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
             return None
         if os.path.isabs(name) and is_image_name(os.path.basename(name)) and os.path.isfile(name):
             return Path(os.path.normpath(name))
-    if path is not None and (storage.is_remote(path) or is_there(path)):
+    if path is not None and (is_remote(path) or is_there(path)):
         return path
     forward = name.replace("\\", "/")
     for spelt in (*_other_spellings(name), *_other_spellings(forward)):
@@ -906,7 +913,7 @@ def _of_another_split(path: str, name: str, where: str) -> bool:
 def is_there(path: str | os.PathLike[str]) -> bool:
     """Whether a file is in its folder, listed once until `look_anew`."""
     place, name = os.path.split(path)
-    return name in _names_in(place or os.curdir) or storage.is_in_shard(path)
+    return name in _names_in(place or os.curdir) or is_in_shard(path)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -1054,7 +1061,7 @@ def read_utf8(path: Path, complain: Complain) -> bytes:
 
 def _content(path: Path, complain: Complain | None) -> bytes:
     try:
-        content = storage.read_file(path, MOST_TEXT)
+        content = read_file(path, MOST_TEXT)
     except OSError as error:
         raise DataError(
             error.strerror or str(error), code="file_unreadable", where=str(path)

@@ -5,6 +5,9 @@
 
 A part and a subset are the same in every run and on every rank.  Before training the splits must
 agree on their classes, and their images must be on disk.
+
+Here the configuration meets the data.  So of all readers this module alone knows storage: the set
+carries the opener of its images to whoever reads them.
 """
 
 import hashlib
@@ -20,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from ppdist.common import plugin
+from ppdist.common.addresses import absolute, folder_of, is_in_shard, is_remote
 from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.annotation_cache import Read, Sources, kept_or_read
@@ -56,8 +60,12 @@ from ppdist.data.types import (
     keyed_generator,
 )
 from ppdist.storage import files as storage
+from ppdist.storage import stores
+from ppdist.storage.download import local_copy
+from ppdist.storage.files import STORAGE
 
 _LOGGER = logging.getLogger("ppdist.data")
+_LONGEST_REQUEST_SECONDS = 20.0
 
 
 def read_split(
@@ -118,21 +126,25 @@ def _kept_or_read(
     place = os.path.abspath(config.root), config.root
     settings = [*place, config.model_dump(include=fields), split, masks, whole]
     found, kept = kept_or_read(settings, read, anew=False)
+    dataset = replace(found.dataset, opener=STORAGE)
     if kept:
         try:
-            check(found.dataset)
+            check(dataset)
         except DataError:  # reported for the current files
             found, _ = kept_or_read(settings, read, anew=True)
+            dataset = replace(found.dataset, opener=STORAGE)
         else:
             for line in found.said:
                 _LOGGER.warning(line)
-            return found.dataset
-    check(found.dataset)
-    return found.dataset
+            return dataset
+    check(dataset)
+    return dataset
 
 
 def _use_storage(config: DataConfig) -> None:
-    storage.use(config.store_cache_gib, config.worker_timeout_seconds)
+    # A worker says that it lives between requests; one takes twice its time at most.
+    seconds = min(_LONGEST_REQUEST_SECONDS, config.worker_timeout_seconds / 3)
+    stores.use(int(config.store_cache_gib * 2**30), seconds)
 
 
 def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
@@ -148,7 +160,7 @@ def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
     look_anew()
     _check_folder(config, split)
     if config.task == "classify":
-        return _raw_of(_classified(config, split, complain))
+        return replace(_raw_of(_classified(config, split, complain)), opener=STORAGE)
     raw = _raw(config, split, complain, everything=True)
     check_boxes(RawColumns.of(raw, masks=False), config.format)
     return raw
@@ -164,6 +176,7 @@ def set_of_raw(config: DataConfig, split: Split, raw: RawSet, num_classes: int) 
         dataset = classified_set(labels, raw.class_names, raw.source)
     else:
         dataset = to_detection_set(raw, config.bad_boxes, duplicates=config.duplicate_boxes)
+    dataset = replace(dataset, opener=raw.opener)
     dataset = limited(dataset, _section(config, split).limit, f"data.{split}.limit")
     check_classes(dataset, num_classes)
     check_objects(dataset)
@@ -179,7 +192,7 @@ def _check_folder(config: DataConfig, split: Split) -> None:
         command = f"`ppdist train {shlex.quote(config.root)} --model NAME`"
         fix = f"set {keys} data.{split}.annotations=FILE, or let {command} find the files"
     for images in folders:
-        if not (storage.is_remote(images) or images.is_dir()):
+        if not (is_remote(images) or images.is_dir()):
             raise DataError(
                 f"{images} is not a folder",
                 code="image_folder_missing",
@@ -190,13 +203,11 @@ def _check_folder(config: DataConfig, split: Split) -> None:
 
 def _places(config: DataConfig, split: Split) -> tuple[Path, tuple[Path, ...]]:
     """`data.root`, and the image folders of a split (YOLO: several)."""
-    root = storage.folder_of(config.root)
-    folders = tuple(
-        storage.folder_of(config.root, name) for name in _section(config, split).image_folders
-    )
-    if any(map(storage.is_remote, (root, *folders))):
+    root = folder_of(config.root)
+    folders = tuple(folder_of(config.root, name) for name in _section(config, split).image_folders)
+    if any(map(is_remote, (root, *folders))):
         _require_few_files(config, split)
-    if not (storage.is_remote(root) or root.is_dir()):
+    if not (is_remote(root) or root.is_dir()):
         raise DataError(
             f"{root} is not a folder",
             code="data_root_missing",
@@ -286,7 +297,7 @@ def _sources(config: DataConfig, split: Split, beside: Collection[str]) -> Sourc
     if config.reader:
         return None
     root, folders = _places(config, split)
-    if storage.is_remote(root) or storage.is_in_shard(root):
+    if is_remote(root) or is_in_shard(root):
         return None
     naming, annotations = _annotation_files(config, split)
     lists = (file for file in root.iterdir() if is_name_list(file.name))
@@ -308,7 +319,7 @@ def _sources(config: DataConfig, split: Split, beside: Collection[str]) -> Sourc
             above = {each for place in contents for each in Path(place).parents}
             contents.update(str(each) for each in above if each.is_relative_to(root))
     files = {file for file in files if not file.is_dir()}
-    if any(storage.is_remote(file) or storage.is_in_shard(file) for file in files):
+    if any(is_remote(file) or is_in_shard(file) for file in files):
         return None
     return Sources((*map(str, files), *sorted(listings)), tuple(sorted(contents)))
 
@@ -318,7 +329,9 @@ def _columns(config: DataConfig, split: Split, complain: Complain, masks: bool) 
     _, (images,) = _places(config, split)
     _, (annotations,) = _annotation_files(config, split)
     known = _known_classes(config, split)
-    columns = read_coco_columns(images, annotations, complain, known=known, masks=masks)
+    columns = read_coco_columns(
+        images, annotations, complain, known=known, masks=masks, opener=STORAGE
+    )
     find_alike(columns.class_names, columns.source, complain)
     return columns.of_images(_in_part(config, split, columns.paths))
 
@@ -330,7 +343,8 @@ def _raw(config: DataConfig, split: Split, complain: Complain, *, everything: bo
         raw = _raw_of_ours(config, split, complain, everything=everything)
     find_alike(raw.class_names, raw.source, complain)
     kept = _in_part(config, split, [str(image.path) for image in raw.images])
-    return replace(raw, images=[each for each, keep in zip(raw.images, kept) if keep])
+    images = [image for image, keep in zip(raw.images, kept) if keep]
+    return replace(raw, images=images, opener=STORAGE)
 
 
 def _raw_of_ours(
@@ -341,11 +355,14 @@ def _raw_of_ours(
     names = config.class_names
     if config.format == "coco":
         known = _known_classes(config, split)
-        return read_coco(images, annotations[0], complain, known=known)
+        return read_coco(images, annotations[0], complain, known=known, opener=STORAGE)
     if config.format == "yolo":
-        return read_yolo(root, (images, *more), annotations, names, complain)
+        return read_yolo(root, (images, *more), annotations, names, complain, opener=STORAGE)
     source = annotations[0] if annotations else images
-    return read_voc(root, images, source, names, complain, naming=naming, everything=everything)
+    return read_voc(
+        root, images, source, names, complain,
+        naming=naming, everything=everything, opener=STORAGE,
+    )  # fmt: skip
 
 
 def _known_classes(config: DataConfig, split: Split) -> KnownClasses:
@@ -356,7 +373,7 @@ def _known_classes(config: DataConfig, split: Split) -> KnownClasses:
     if config.class_names:
         return KnownClasses(config.class_names, "data.class_names")
     naming, (annotations,) = _annotation_files(config, split)
-    naming = storage.local_copy(naming)
+    naming = local_copy(naming)
     if naming == annotations or not naming.is_file():  # of a set that is evaluated alone
         return OWN_CLASSES
     return KnownClasses(read_index(naming)[1], str(naming))
@@ -383,10 +400,10 @@ def _in_part(config: DataConfig, split: Split, paths: Sequence[str]) -> list[boo
     """
     if config.val_fraction is None or split == "test":
         return [True] * len(paths)
-    top = os.path.join(storage.absolute(config.root), "")
+    top = os.path.join(absolute(config.root), "")
     digests = [
         hashlib.blake2b(
-            os.fsencode(f"{_SEED} {storage.absolute(path).removeprefix(top)}"), digest_size=8
+            os.fsencode(f"{_SEED} {absolute(path).removeprefix(top)}"), digest_size=8
         ).digest()
         for path in paths
     ]
@@ -407,7 +424,7 @@ def _annotation_files(config: DataConfig, split: Split) -> tuple[Path, tuple[Pat
     images lead to them.
     """
     if config.format == "folder":  # of its images the folders name the classes
-        return storage.folder_of(config.root, config.train.image_folders[0]), ()
+        return folder_of(config.root, config.train.image_folders[0]), ()
     for key, part in config.splits:
         if not part.annotation_files and config.format in _ANNOTATIONS:
             raise DataError(
@@ -415,11 +432,11 @@ def _annotation_files(config: DataConfig, split: Split) -> tuple[Path, tuple[Pat
                 code="missing_key",
             )
     first = (*config.train.annotation_files, *config.train.image_folders)[0]
-    naming = storage.folder_of(config.root, first)
+    naming = folder_of(config.root, first)
     if config.format == "csv":
-        naming = storage.local_copy(naming)
+        naming = local_copy(naming)
     found = tuple(
-        storage.local_copy(storage.folder_of(config.root, name))
+        local_copy(folder_of(config.root, name))
         for name in _section(config, split).annotation_files
     )
     for annotations in found:
@@ -542,7 +559,7 @@ def check_files(dataset: DetectionSet) -> None:
     absent: set[str] = set()
     storage.look_anew(wanted)
     for folder, names in wanted.items():
-        if storage.is_remote(folder) or storage.is_in_shard(folder):
+        if is_remote(folder) or is_in_shard(folder):
             absent |= _absent_in_store(folder, names, dataset.source)
             continue
         is_link = _listing(folder or "/", dataset.source)
@@ -648,7 +665,7 @@ def same_sets(config: DataConfig) -> str:
     """Warning that training and validation use the same data; else ""."""
     if config.val_fraction is not None:
         return ""
-    root = storage.folder_of(config.root)
+    root = folder_of(config.root)
     train, val = (
         [
             [os.path.realpath(root / name) for name in names]

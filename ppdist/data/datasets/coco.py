@@ -22,7 +22,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from ppdist.common.addresses import is_remote
 from ppdist.common.errors import DataError
+from ppdist.common.opener import DISK, Opener
 from ppdist.data.datasets.annotations import (
     LARGEST_AREA,
     Malformed,
@@ -41,7 +43,6 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.types import Box, Complain, Issue, RawColumns, RawImage, RawObject, RawSet
 from ppdist.distributed.progress import Progress
-from ppdist.storage import files as storage
 
 _LOGGER = logging.getLogger("ppdist.data")
 NEEDED = {
@@ -82,7 +83,12 @@ class Categories(NamedTuple):
 
 
 def read_coco(
-    images: Path, annotations: Path, complain: Complain, *, known: KnownClasses = OWN_CLASSES
+    images: Path,
+    annotations: Path,
+    complain: Complain,
+    *,
+    known: KnownClasses = OWN_CLASSES,
+    opener: Opener = DISK,
 ) -> RawSet:
     """Images of a COCO file in order, with everything conversion keeps.
 
@@ -94,9 +100,10 @@ def read_coco(
     Args:
         images: folder that `file_name` is relative to.
         annotations: the JSON file.
+        opener: of the images.
     Raises: DataError: the file as a whole is not COCO.
     """
-    return _read(images, annotations, complain, known, "everything").as_set()
+    return _read(images, annotations, complain, known, "everything", opener).as_set()
 
 
 def read_coco_columns(
@@ -106,12 +113,14 @@ def read_coco_columns(
     *,
     known: KnownClasses = OWN_CLASSES,
     masks: bool = False,
+    opener: Opener = DISK,
 ) -> RawColumns:
     """As `read_coco`, in columns, with only what training needs.
 
     Args: masks: outlines, too.
     """
-    return _read(images, annotations, complain, known, "outlines" if masks else "boxes").columns()
+    keep: _Keep = "outlines" if masks else "boxes"
+    return _read(images, annotations, complain, known, keep, opener).columns()
 
 
 def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
@@ -265,13 +274,18 @@ class _Object(msgspec.Struct, gc=False):
 
 
 def _read(
-    folder: Path, file: Path, complain: Complain, known: KnownClasses, keep: _Keep
+    folder: Path,
+    file: Path,
+    complain: Complain,
+    known: KnownClasses,
+    keep: _Keep,
+    opener: Opener,
 ) -> "_File":
     """Reads images and objects of a COCO file."""
     parts = _parts(file, complain, "annotations")
     categories, annotations = [*map(_value, parts["categories"])], parts["annotations"]
     classes = classes_of(categories, partial(_used_categories, annotations), file, complain, known)
-    content = _File(folder, file, keep, classes, complain)
+    content = _File(folder, file, keep, classes, complain, opener)
     content.add_images(parts["images"])
     content.add_objects(annotations)
     if keep == "everything":
@@ -287,10 +301,16 @@ class _File:
     """
 
     def __init__(
-        self, folder: Path, file: Path, keep: _Keep, classes: Categories, complain: Complain
+        self,
+        folder: Path,
+        file: Path,
+        keep: _Keep,
+        classes: Categories,
+        complain: Complain,
+        opener: Opener,
     ) -> None:
         self._folder, self._file, self._keep = folder, file, keep
-        self._classes, self._complain = classes, complain
+        self._classes, self._complain, self._opener = classes, complain, opener
         self.extra: Mapping[str, Any] = {}
         self.class_extras: tuple[Mapping[str, Any], ...] = ()
         self._inside = ""  # what is in front of a plain name
@@ -350,7 +370,7 @@ class _File:
                 path = str(inside_folder(self._folder, name, str(self._file)))
                 self._inside = path.removesuffix(name)
             path = self._inside + name
-            if storage.is_remote(path) or is_there(path):
+            if is_remote(path) or is_there(path):
                 return path
         image = find_image(self._folder, name, str(self._file), self._complain)
         return "" if image is None else str(image)
@@ -375,7 +395,9 @@ class _File:
                 sides = entry.get("width"), entry.get("height")
                 width, height = map(whole_number, sides)
                 typed = f"width {sides[0]!r:.20}, height {sides[1]!r:.20}"
-                size = size_of(Path(path), width, height, typed, where, self._complain)
+                size = size_of(
+                    Path(path), width, height, typed, where, self._complain, self._opener
+                )
         except Malformed as wrong:
             self._complain(wrong.issue)
         return None if identity is None else (identity, path, size)

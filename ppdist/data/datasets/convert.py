@@ -28,8 +28,10 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
+from ppdist.common.addresses import absolute, is_remote, place_in_shard
 from ppdist.common.errors import ConfigError, DataError, UserError
 from ppdist.common.files import make_folder, make_parent, replace_file, replacing, writing
+from ppdist.common.opener import Opener
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import (
     class_names,
@@ -45,8 +47,7 @@ from ppdist.data.datasets.yolo import write_yolo
 from ppdist.data.image import ImageHeader, read_header
 from ppdist.data.types import Box, DetectionSet, RawImage, RawSet, keyed_generator
 from ppdist.runtime.decoder import MOST_BYTES
-from ppdist.storage import files as storage
-from ppdist.storage.shards import ShardWriter, place_in_shard
+from ppdist.storage.shards import ShardWriter
 
 Format = Literal["coco", "yolo"]
 Images = Literal["copy", "link", "none"]
@@ -129,7 +130,7 @@ def _write(
         write_coco(file, content)
         return lines + more
     if images == "none":
-        names = [os.path.relpath(storage.absolute(image.path), folder) for image in raw.images]
+        names = [os.path.relpath(absolute(image.path), folder) for image in raw.images]
     else:
         _place_images(raw, names, out / "images" / split, images, lines)
     if form == "coco":
@@ -152,7 +153,7 @@ def snippet(raws: Mapping[str, RawSet], form: Format, out: Path, *, images: Imag
     for split, raw in raws.items():
         folder = f"images/{split}"
         if images == "none":
-            folder = storage.absolute(_common_folder(raw))
+            folder = absolute(_common_folder(raw))
         data[split] = {"images": folder, "annotations": _annotation_file(form, split)}
     if {*raws} == {"train"}:
         data["val_fraction"] = VAL_FRACTION
@@ -183,7 +184,7 @@ def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> 
         )
     if images == "link":
         for image in raw.images:
-            if storage.is_remote(image.path) or place_in_shard(str(image.path)) is not None:
+            if is_remote(image.path) or place_in_shard(str(image.path)) is not None:
                 raise DataError(
                     "images in a shard or an object store cannot be linked",
                     code="images_unlinkable",
@@ -282,7 +283,7 @@ def _as_files_are(raw: RawSet, lines: list[str]) -> RawSet:
     """Gives each image its file's size, so that fractions keep their meaning."""
     kept, turned, strange = [], 0, []
     for image in raw.images:
-        frame, size = read_header(image.path), (image.width, image.height)
+        frame, size = read_header(image.path, raw.opener), (image.width, image.height)
         if frame is None or size == frame.upright:
             kept.append(image)
         elif size == frame.stored:
@@ -342,8 +343,8 @@ def _common_folder(raw: RawSet) -> str:
 
 def _outside_shard(path: Path) -> str:
     """Absolute path; of an image in a shard, that beside its shard."""
-    place = place_in_shard(storage.absolute(path))
-    return storage.absolute(path) if place is None else os.path.join(place.folder, place.name)
+    place = place_in_shard(absolute(path))
+    return absolute(path) if place is None else os.path.join(place.folder, place.name)
 
 
 def _new_names(raw: RawSet, folder: str, lines: list[str], *, by_key: bool) -> list[str]:
@@ -438,9 +439,9 @@ def _place_images(
     absent = []
     make_folder(folder)
     for path, name in dict(zip((image.path for image in raw.images), names)).items():
-        source, target = storage.absolute(path), folder / name
+        source, target = absolute(path), folder / name
         plain = os.path.isfile(source) and os.access(source, os.R_OK)
-        content = None if plain else _content(source)
+        content = None if plain else _content(source, raw.opener)
         if content is None and not plain:
             absent.append(source)
             continue
@@ -464,10 +465,10 @@ def _absent_line(absent: Sequence[str]) -> str:
     )
 
 
-def _content(source: str) -> bytes | None:
+def _content(source: str, opener: Opener) -> bytes | None:
     """Bytes of an image of a store, shard or disk; None: unreadable."""
     try:
-        return storage.read_file(source, MOST_BYTES)
+        return opener.read(source, MOST_BYTES)
     except OSError:
         return None
 
@@ -494,9 +495,9 @@ def _sharded(
     writer, absent = ShardWriter(folder, split, shard_bytes), []
     try:
         for path, entries in listings.items():
-            image_bytes = _content(storage.absolute(path))
+            image_bytes = _content(absolute(path), raw.opener)
             if image_bytes is None:
-                absent.append(storage.absolute(path))
+                absent.append(absolute(path))
                 continue
             of_image = [thing for entry in entries for thing in objects[entry["id"]]]
             said = {"images": entries, "annotations": of_image}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ppdist.common.addresses import absolute
 from ppdist.common.errors import DataError
 from ppdist.data.datasets.annotations import (
     class_names,
@@ -24,7 +25,6 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.image import is_image_name
 from ppdist.data.types import DetectionSet, ImageRecord, Records
-from ppdist.storage import files as storage
 
 _HEADER = ("path", "label")
 _SHOWN = 5
@@ -226,7 +226,7 @@ def classified_set(
     label_1 = [np.array([label], np.int64) for label in range(len(names))]
     records = Records.of(
         ImageRecord(
-            path=storage.absolute(path),
+            path=absolute(path),
             image_id=position,
             width=0,
             height=0,

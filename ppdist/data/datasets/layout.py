@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from ppdist.common.addresses import is_remote
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.migration import is_data_yaml
@@ -43,7 +44,6 @@ from ppdist.data.datasets.voc import xml_files
 from ppdist.data.datasets.yolo import is_label, label_folder, own_names
 from ppdist.data.image import is_image_name
 from ppdist.data.types import Issue
-from ppdist.storage.addresses import is_remote
 
 _PARTS = ("annotations", "images", "labels", "jpegimages", "imagesets")  # of a set, not around one
 _DEEPEST = 4  # folders in one another, each alone

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 from xml.etree import ElementTree
 
 from ppdist.common.errors import DataError
+from ppdist.common.opener import DISK, Opener
 from ppdist.data.datasets.annotations import (
     Malformed,
     area_in,
@@ -52,6 +53,7 @@ def read_voc(
     *,
     naming: Path | None = None,
     everything: bool = True,
+    opener: Opener = DISK,
 ) -> RawSet:
     """Images that a list names, or those of a folder's XML files.
 
@@ -68,15 +70,16 @@ def read_voc(
         names: of the classes, by number; none: see `class_names`, else the sorted names that
             the images of `naming` (the training split; by default `annotations`) use.
         everything: also outlines and `extra`, which training without masks has no use for.
+        opener: of the images.
     Raises: DataError: the list cannot be read, the folder has no XML file, class names contradict
         each other.
     """
-    found = _read(root, images, annotations, complain, everything)
+    found = _read(root, images, annotations, complain, everything, opener)
     known = class_names(root, names, complain)
     if not known:
         naming_set = found
         if naming is not None and naming != annotations:
-            naming_set = _read(root, images, naming, quietly, False)
+            naming_set = _read(root, images, naming, quietly, False, opener)
         known = tuple(sorted({name for _, labels in naming_set for name in labels}))
     label_of = {name: label for label, name in enumerate(known)}
     for image, labels in found:
@@ -94,7 +97,12 @@ def read_voc(
 
 
 def _read(
-    root: Path, images: Path, annotations: Path, complain: Complain, everything: bool
+    root: Path,
+    images: Path,
+    annotations: Path,
+    complain: Complain,
+    everything: bool,
+    opener: Opener,
 ) -> list[tuple[RawImage, list[str]]]:
     """Each image with its objects' class names; they have no label yet."""
     result: list[tuple[RawImage, list[str]]] = []
@@ -110,7 +118,7 @@ def _read(
             if path is None:
                 path = image_of(tree)
             if path is not None:
-                image = _image(tree, file, path, position, complain, everything)
+                image = _image(tree, file, path, position, complain, everything, opener)
                 result.append((image, _add_objects(image, tree, complain, everything)))
         except Malformed as wrong:
             complain(replace(wrong.issue, image=str(path or "")))
@@ -300,6 +308,7 @@ def _image(
     position: int,
     complain: Complain,
     everything: bool,
+    opener: Opener,
 ) -> RawImage:
     entry = tree.find("size")
     said, width, height = "has no <size>", 0, 0
@@ -308,7 +317,7 @@ def _image(
         said = f"<size> is {'x'.join(side[:20] for side in sides)}"
         with contextlib.suppress(ValueError, OverflowError):
             width, height = (int(float(side)) for side in sides)
-    size = size_of(path, width, height, said, str(file), complain)
+    size = size_of(path, width, height, said, str(file), complain, opener)
     extra: dict[str, Any] = {}
     if everything:
         with _unreadable(str(file)):

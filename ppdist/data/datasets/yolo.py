@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ppdist.common.errors import DataError
+from ppdist.common.opener import DISK, Opener
 from ppdist.data.datasets.annotations import (
     Malformed,
     class_names,
@@ -55,6 +56,8 @@ def read_yolo(
     annotations: Sequence[Path],
     names: tuple[str, ...],
     complain: Complain,
+    *,
+    opener: Opener = DISK,
 ) -> RawSet:
     """The images of folders, or of files that list them.
 
@@ -68,6 +71,7 @@ def read_yolo(
         folders: of the images; ignored with lists.
         annotations: none, the folder of the labels of the only folder of images, or lists.
         names: of the classes, by number; none: see `class_names`.
+        opener: of the images.
     Raises: DataError: no class names, no label file at all, or it is unclear what the
         numbers in them are.
     """
@@ -103,7 +107,7 @@ def read_yolo(
             complain(Issue("label_encoded", what, str(path), str(label)))
     progress, images_read, lines_read = Progress(_LOGGER, f"reading {source}", len(pairs)), [], []
     for position, ((path, label), present) in enumerate(zip(pairs, labelled), start=1):
-        image = _image(path, label, position)
+        image = _image(path, label, position, opener)
         images_read.append(image)
         lines_read += _lines(image, complain) if present else []
         progress.add()
@@ -222,8 +226,8 @@ def label_folder(images: Path, root: Path) -> Path:
     return top.joinpath(*spelt[:1] or ("labels",), *folders[last + 1 :])
 
 
-def _image(path: Path, label: Path, image_id: int) -> RawImage:
-    size = own_size(path)
+def _image(path: Path, label: Path, image_id: int, opener: Opener) -> RawImage:
+    size = own_size(path, opener)
     return RawImage(path, image_id, size.width, size.height, [], str(label), size_known=size.known)
 
 

@@ -16,14 +16,16 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import cv2
 import numpy as np
 
+from ppdist.common.addresses import is_remote
 from ppdist.common.errors import DataError, StorageError
+from ppdist.common.retry import TOLD_SECONDS, is_outage, unavailable, with_retries
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import Resize
-from ppdist.data.cache import ImageCache
 from ppdist.data.image import DARK, read_image, reduction
 from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
@@ -63,13 +65,18 @@ from ppdist.data.types import (
     WorkerBatch,
     keyed_generator,
 )
-from ppdist.storage.files import can_be_read, is_remote
-from ppdist.storage.retry import TOLD_SECONDS, is_outage, unavailable, with_retries
 
 _AUGMENT, _SEEDS = 2, 4  # streams of random numbers, beside the sampler's
 _MOST_REPLACEMENTS = 100
 _NEAR, _PROBED = 64, 8  # records among which others of a folder are looked for; so many are opened
 _BOX_ROUNDING = 8  # boxes per image are padded to a multiple, so that shapes repeat
+
+
+class ImageCache(Protocol):
+    """Images of a set by position; `data/cache.py` has some."""
+
+    def get(self, index: int) -> np.ndarray | None: ...
+    def put(self, index: int, image_HW3: np.ndarray) -> None: ...
 
 
 class Samples:
@@ -273,7 +280,7 @@ class Samples:
         beside = [path for path in paths if os.path.dirname(path) == folder] or paths
         for path in beside[:_PROBED] or [folder]:
             self.beat[0] = time.monotonic()  # each may take its time to fail
-            if can_be_read(path):
+            if self._dataset.opener.can_be_read(path):
                 return True
         return False
 
@@ -283,7 +290,8 @@ class Samples:
             return cached_HW3
         record = self._record(index)
         size = (record.height, record.width) if record.height else None  # 0: not known
-        image_HW3 = read_image(record.path, size, int(self._reductions_N[index]), self._note_dark)
+        reduced, opener = int(self._reductions_N[index]), self._dataset.opener
+        image_HW3 = read_image(record.path, size, reduced, self._note_dark, opener)
         if self._cache is not None:
             self._cache.put(index, image_HW3)
         return image_HW3

@@ -56,7 +56,7 @@ def pictures_of(dataset: DetectionSet | None) -> list[np.ndarray]:
     images = []
     for record in dataset.records:
         try:
-            images.append(read_image(record.path))
+            images.append(read_image(record.path, opener=dataset.opener))
         except DataError:  # others are as good
             continue
         if len(images) == IMAGES:

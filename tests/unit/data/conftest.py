@@ -1,5 +1,7 @@
 """What tests of several modules of data/ share."""
 
+from functools import partial
+
 import pytest
 
 from ppdist.data.checks import images
@@ -12,6 +14,7 @@ def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def check_images(files, *, workers, done=lambda count: None):
         done(len(files))
-        return [images.check_image(file.path, file.size, decode=True) for file in files]
+        check = partial(images.check_image, decode=True)
+        return [check(file.path, file.size, opener=file.opener) for file in files]
 
     monkeypatch.setattr(images, "check_images", check_images)

@@ -17,18 +17,26 @@ import cv2
 import numpy as np
 import pytest
 
+from ppdist.common.opener import Identity, Opener
 from ppdist.config.distributed import DistributedConfig
 from ppdist.data import cache as cache_module
-from ppdist.data.cache import ImageCache, open_cache, places_of
+from ppdist.data.cache import open_cache, places_of
 from ppdist.data.datasets.build import read_split
 from ppdist.data.image import read_image
+from ppdist.data.transforms.pipeline import ImageCache
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
-from ppdist.storage.identity import Identity
 from tests.distributed import run_on_ranks
 from tests.unit.data.sets import coco_config, write_coco
 
 FACTORS = np.array([1, 2, 4, 8, 1, 1], np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    """Where images are kept on disk."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ppdist" / "images"
 
 
 def small_set(root: Path) -> DetectionSet:
@@ -47,9 +55,9 @@ def fill(cache: ImageCache, dataset: DetectionSet) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
-def test_cached_bytes_come_back_equal_and_read_only(tmp_path, kind):
+def test_cached_bytes_come_back_equal_and_read_only(tmp_path, kind, monkeypatch):
     dataset = small_set(tmp_path)
-    cache = open_cache(kind, dataset, FACTORS, tmp_path / "cache")
+    cache = open_cache(kind, dataset, FACTORS)
     assert all(cache.get(index) is None for index in range(6))
     fill(cache, dataset)
     for index in range(6):
@@ -59,7 +67,8 @@ def test_cached_bytes_come_back_equal_and_read_only(tmp_path, kind):
         with pytest.raises(ValueError, match="read-only"):
             image_HW3[0, 0, 0] = 1
     cv2.resize(cache.get(0), (8, 8))  # OpenCV takes what cannot be written to
-    again = open_cache(kind, dataset, FACTORS, tmp_path / "empty")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    again = open_cache(kind, dataset, FACTORS)
     assert again.get(1) is None
     with pytest.raises(ValueError, match="image 1"):
         again.put(1, decoded(dataset, 0))
@@ -81,7 +90,7 @@ def test_an_image_outlives_the_cache_it_came_from(tmp_path):
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_a_forked_worker_fills_what_the_others_see(tmp_path, kind):
     dataset = small_set(tmp_path)
-    cache = open_cache(kind, dataset, FACTORS, tmp_path)
+    cache = open_cache(kind, dataset, FACTORS)
     child = os.fork()
     if child == 0:
         fill(cache, replace(dataset, records=dataset.records[:3]))
@@ -92,16 +101,16 @@ def test_a_forked_worker_fills_what_the_others_see(tmp_path, kind):
 
 
 def files_in(folder: Path) -> list[Path]:
-    return [path for path in (folder / "images").rglob("*") if path.is_file()]
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def test_disk_cache_serves_next_run_until_an_image_changes(tmp_path):
-    dataset, folder = small_set(tmp_path), tmp_path / "cache"
-    fill(open_cache("disk", dataset, FACTORS, folder), dataset)
-    again = open_cache("disk", dataset, FACTORS, folder)
+def test_disk_cache_serves_next_run_until_an_image_changes(tmp_path, folder):
+    dataset = small_set(tmp_path)
+    fill(open_cache("disk", dataset, FACTORS), dataset)
+    again = open_cache("disk", dataset, FACTORS)
     assert all(again.get(index) is not None for index in range(6))
     assert len(files_in(folder)) == 6
-    reduced = open_cache("disk", dataset, np.array([1, 2, 4, 8, 1, 2], np.uint8), folder)
+    reduced = open_cache("disk", dataset, np.array([1, 2, 4, 8, 1, 2], np.uint8))
     assert [reduced.get(index) is not None for index in range(6)] == [True] * 5 + [False]
     changed = Path(dataset.records[5].path)
     os.utime(changed, ns=(1, 1))
@@ -110,35 +119,35 @@ def test_disk_cache_serves_next_run_until_an_image_changes(tmp_path):
     assert again.get(5) is None and again.get(4) is not None
 
 
-def test_links_in_the_place_of_images_are_replaced_not_followed(tmp_path):
-    dataset, folder = small_set(tmp_path), tmp_path / "cache"
+def test_links_in_the_place_of_images_are_replaced_not_followed(tmp_path, folder):
+    dataset = small_set(tmp_path)
     (tmp_path / "target").write_bytes(b"precious")
-    fill(open_cache("disk", dataset, FACTORS, folder), dataset)
+    fill(open_cache("disk", dataset, FACTORS), dataset)
     for file in files_in(folder):
         file.unlink()
         file.symlink_to(tmp_path / "target")
-    fill(open_cache("disk", dataset, FACTORS, folder), dataset)
+    fill(open_cache("disk", dataset, FACTORS), dataset)
     assert (tmp_path / "target").read_bytes() == b"precious"
     assert len(files_in(folder)) == 6 and not any(file.is_symlink() for file in files_in(folder))
 
 
-def test_replaced_image_of_equal_size_and_time_is_decoded_anew(tmp_path):
+def test_replaced_image_of_equal_size_and_time_is_decoded_anew(tmp_path, folder):
     """As `tar x`, `rsync -t` and `cp -p` leave it."""
-    dataset, folder = small_set(tmp_path), tmp_path / "cache"
+    dataset = small_set(tmp_path)
     file = Path(dataset.records[0].path)
     os.utime(file, ns=(1, 1))
-    fill(open_cache("disk", dataset, FACTORS, folder), dataset)
+    fill(open_cache("disk", dataset, FACTORS), dataset)
     content = file.read_bytes()
     time.sleep(0.02)  # kernels count ctime in steps of 4 ms
     file.unlink()
     file.write_bytes(content)
     os.utime(file, ns=(1, 1))
-    assert open_cache("disk", dataset, FACTORS, folder).get(0) is None
+    assert open_cache("disk", dataset, FACTORS).get(0) is None
 
 
 def test_image_replaced_while_it_is_read_is_not_kept_as_the_new_one(tmp_path):
     dataset = small_set(tmp_path)
-    cache = open_cache("disk", dataset, FACTORS, tmp_path / "cache")
+    cache = open_cache("disk", dataset, FACTORS)
     assert cache.get(0) is None
     image_HW3 = decoded(dataset, 0)
     os.utime(dataset.records[0].path, ns=(1, 1))
@@ -146,10 +155,16 @@ def test_image_replaced_while_it_is_read_is_not_kept_as_the_new_one(tmp_path):
     assert cache.get(0) is None
 
 
-def test_images_without_an_identity_are_not_kept(tmp_path, monkeypatch):
-    dataset, folder = small_set(tmp_path), tmp_path / "cache"
-    monkeypatch.setattr(cache_module.storage, "identity_of", lambda path: Identity(0, ""))
-    cache = open_cache("disk", dataset, FACTORS, folder)
+class Unmarked(Opener):
+    """Of a server that does not say what changes."""
+
+    def identity_of(self, path: str) -> Identity:
+        return Identity(0, "")
+
+
+def test_images_without_an_identity_are_not_kept(tmp_path, folder):
+    dataset = replace(small_set(tmp_path), opener=Unmarked())
+    cache = open_cache("disk", dataset, FACTORS)
     fill(cache, dataset)
     assert cache.get(5) is None and not files_in(folder)
 
@@ -160,19 +175,19 @@ def test_missing_home_folder_disables_cache(tmp_path, monkeypatch, caplog):
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(cache_module.Path, "home", nowhere)
-    assert open_cache("disk", small_set(tmp_path), FACTORS, None) is None
+    assert open_cache("disk", small_set(tmp_path), FACTORS) is None
     assert caplog.messages[-1] == (
         "data.cache: training continues without it: this user has no home folder; set "
         "XDG_CACHE_HOME"
     )
 
 
-def test_a_cut_file_is_made_anew(tmp_path):
+def test_a_cut_file_is_made_anew(tmp_path, folder):
     dataset = small_set(tmp_path)
-    cache = open_cache("disk", dataset, FACTORS, tmp_path / "cache")
+    cache = open_cache("disk", dataset, FACTORS)
     fill(cache, dataset)
     for length in (0, 1000):
-        for file in files_in(tmp_path / "cache"):
+        for file in files_in(folder):
             os.truncate(file, min(length, file.stat().st_size - 1))
         assert all(cache.get(index) is None for index in range(6))
         fill(cache, dataset)
@@ -182,7 +197,7 @@ def test_a_cut_file_is_made_anew(tmp_path):
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_killed_writer_leaves_whole_images_or_none(tmp_path, kind):
     dataset = small_set(tmp_path)
-    cache = open_cache(kind, dataset, FACTORS, tmp_path / "cache")
+    cache = open_cache(kind, dataset, FACTORS)
     expected = [decoded(dataset, index) for index in range(6)]
     for round_number in range(20):
         child = os.fork()
@@ -201,7 +216,7 @@ def test_killed_writer_leaves_whole_images_or_none(tmp_path, kind):
 
 def test_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
     dataset = small_set(tmp_path)
-    cache = open_cache("disk", dataset, FACTORS, tmp_path / "cache")
+    cache = open_cache("disk", dataset, FACTORS)
     fill(cache, replace(dataset, records=dataset.records[:1]))
 
     @contextmanager
@@ -218,9 +233,9 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, cap
     assert "No space left on device" in warning and "decoded each time" in warning
 
 
-def test_the_rest_of_the_disk_stays_free_for_all_workers(tmp_path, monkeypatch):
+def test_the_rest_of_the_disk_stays_free_for_all_workers(tmp_path, folder):
     dataset = small_set(tmp_path)
-    cache = open_cache("disk", dataset, FACTORS, tmp_path / "cache")
+    cache = open_cache("disk", dataset, FACTORS)
     warned = tmp_path / "warned"
     for _ in range(3):
         worker = os.fork()
@@ -233,7 +248,7 @@ def test_the_rest_of_the_disk_stays_free_for_all_workers(tmp_path, monkeypatch):
         assert os.waitpid(worker, 0)[1] == signal.SIGKILL
     assert len(warned.read_text(encoding="utf-8").splitlines()) == 1
     fill(cache, dataset)
-    assert not files_in(tmp_path / "cache")  # nobody tries again
+    assert not files_in(folder)  # nobody tries again
 
 
 def test_as_many_images_are_kept_as_memory_has_room_for(tmp_path, monkeypatch, caplog):
@@ -260,15 +275,16 @@ def test_without_a_cache_where_memory_is_taken_meanwhile(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
-def test_uncreatable_cache_is_line_not_error(tmp_path, caplog, kind):
+def test_uncreatable_cache_is_line_not_error(tmp_path, caplog, kind, monkeypatch):
     dataset = small_set(tmp_path)
     records = tuple(replace(record, width=0, height=0) for record in dataset.records)
-    assert open_cache(kind, replace(dataset, records=records), FACTORS, tmp_path) is None
+    assert open_cache(kind, replace(dataset, records=records), FACTORS) is None
     assert "the annotations give no image sizes" in caplog.text
     (tmp_path / "file").touch()
     if kind == "disk":
-        assert open_cache(kind, dataset, FACTORS, tmp_path / "file" / "below") is None
-        assert f"{tmp_path}/file/below/images: Not a directory" in caplog.text
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
+        assert open_cache(kind, dataset, FACTORS) is None
+        assert f"{tmp_path}/file/below/ppdist/images: Not a directory" in caplog.text
 
 
 def test_image_of_unknown_size_is_never_cached(tmp_path):
@@ -317,7 +333,7 @@ def on_one_host(root: str) -> list:
     dataset = read_split(coco_config(Path(root)), "train")
     kinds = {}
     for kind in ("ram", "disk"):
-        cache = open_cache(kind, dataset, FACTORS, Path(root) / "cache")
+        cache = open_cache(kind, dataset, FACTORS)
         for index in range(6):
             if (index < 2) == (comm.rank() == 0) and cache.get(index) is None:
                 cache.put(index, decoded(dataset, index))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ppdist.common import retry
 from ppdist.common.errors import UserError
 from ppdist.common.job import (
     JOB_DIR_VARIABLE,
@@ -30,7 +31,6 @@ from ppdist.distributed.agreement import require_agreement
 from ppdist.engine import preflight as module
 from ppdist.engine.data import require_same_data
 from ppdist.engine.preflight import check_shares, flat_config, preflight, within
-from ppdist.storage import retry
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.forked import clean_environment, end, start

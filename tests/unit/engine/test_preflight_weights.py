@@ -2,12 +2,12 @@
 
 import pytest
 
+from ppdist.common import retry
 from ppdist.common.errors import CodedError
 from ppdist.distributed import comm
 from ppdist.engine import preflight
 from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.models.zoo import local_weights
-from ppdist.storage import retry
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.file_server import serving

@@ -7,6 +7,7 @@ from pathlib import Path
 import paddle
 import pytest
 
+from ppdist.common import retry
 from ppdist.common.errors import StorageError
 from ppdist.common.job import SKIP_STEP_VARIABLE
 from ppdist.config.distributed import DistributedConfig
@@ -14,7 +15,6 @@ from ppdist.distributed import collectives, comm, gathering, store
 from ppdist.engine.build import build_training
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.time_budget import TimeBudget
-from ppdist.storage import retry
 from tests.distributed import run_on_ranks
 from tests.unit.engine.runs import at_step, spoil
 from tests.unit.engine.tiny import FASTEST, tiny_config

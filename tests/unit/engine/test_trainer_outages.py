@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.common import retry
 from ppdist.common.errors import StorageError
 from ppdist.common.process import STOPPED
 from ppdist.distributed import comm, store
 from ppdist.engine.callbacks import Callback
-from ppdist.storage import retry
 from tests.errors import raises
 from tests.unit.engine.runs import assert_same_checkpoint, build_run, run_to_end
 from tests.unit.engine.tiny import FASTEST

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ppdist.cli.doctor import launch_options, parse
+from ppdist.common.retry import unavailable
 from ppdist.launch import doctor
 from ppdist.launch.cli import started_by_stock_launcher, whose_fleetrun
 from ppdist.launch.doctor import FAIL, OK, WARN
-from ppdist.storage.retry import unavailable
 from tests.unit.launch.machines import A, B, machine, planned
 
 ROOT = Path(__file__).resolve().parents[3]

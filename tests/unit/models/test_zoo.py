@@ -10,6 +10,7 @@ import numpy as np
 import paddle
 import pytest
 
+from ppdist.common import retry
 from ppdist.common.errors import UserError
 from ppdist.config.experiment import load_config
 from ppdist.config.model import YOLOv5Config
@@ -19,7 +20,6 @@ from ppdist.models.build import build_model
 from ppdist.models.model_card import config_of_weights, licence_warning, read_card
 from ppdist.models.weights import load_weights, official_arrays_of, write_arrays
 from ppdist.models.zoo import local_weights, similar_names, zoo
-from ppdist.storage import retry
 from tests.errors import raises
 from tests.file_server import serving
 

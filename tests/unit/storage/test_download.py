@@ -8,10 +8,10 @@ import time
 
 import pytest
 
+from ppdist.common import retry
 from ppdist.common.errors import UserError
 from ppdist.common.files import FileLock
 from ppdist.storage import download as module
-from ppdist.storage import retry
 from ppdist.storage.download import download
 from tests.errors import raises
 from tests.file_server import serving

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.common import addresses, retry
 from ppdist.common.errors import StorageError
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.checks.before_training import check_before_training
@@ -22,8 +23,8 @@ from ppdist.data.image import read_image
 from ppdist.data.transforms import pipeline
 from ppdist.data.types import ImagesUnavailable
 from ppdist.distributed import store as timeouts
-from ppdist.storage import addresses, retry, stores
-from ppdist.storage import files as storage
+from ppdist.storage import stores
+from ppdist.storage.files import STORAGE
 from tests.errors import raises
 from tests.unit.data.loaders import assert_equal, loader, loader_of, warnings_in
 from tests.unit.data.sets import coco_config, sharded, write_coco
@@ -71,7 +72,7 @@ class Sick:
 
         def ask(path, what, seconds=None, **arguments):
             key = (str(path), *arguments.values())
-            of_image = what == "cat_file" and addresses.url_of(path).endswith((".jpg", ".tar"))
+            of_image = what == "cat_file" and addresses.absolute(path).endswith((".jpg", ".tar"))
             if of_image and only in str(path) and not self.well.is_set():
                 self.asked[key] += 1
                 if self.asked[key] <= times:
@@ -169,7 +170,7 @@ def test_checks_look_at_a_store_by_its_listing(form, memory, monkeypatch, checke
 def test_check_of_a_store_that_stays_away_is_no_check(memory, monkeypatch):
     """Else all its images were left out as unreadable."""
     config = of_store(f"{memory}/files")
-    monkeypatch.setattr("ppdist.storage.retry._START_SECONDS", 1.0)  # its children are forks
+    monkeypatch.setattr("ppdist.common.retry._START_SECONDS", 1.0)  # its children are forks
     Sick(monkeypatch, AWAY, times=10**9, only="005")
     with raises("storage_unreachable", "SlowDown"):
         validate(config, decode=True, workers=1)
@@ -187,7 +188,7 @@ def test_local_annotations_may_be_of_images_in_a_store(memory, root):
     config = DataConfig(root=str(root / "files"), train=split, val=split, store_cache_gib=0)
     dataset = read_split(config, "train")
     assert dataset.records[3].path == f"{memory}/files/images/003.jpg"
-    assert read_image(dataset.records[3].path).shape == (48, 64, 3)
+    assert read_image(dataset.records[3].path, opener=dataset.opener).shape == (48, 64, 3)
 
 
 def test_addresses_in_annotations_stay_in_their_folder(memory, root, tmp_path):
@@ -201,7 +202,7 @@ def test_addresses_in_annotations_stay_in_their_folder(memory, root, tmp_path):
     config = content.model_copy(update={"train": split, "val": split})
     issues = []
     raw = read_raw(config, "train", issues.append)
-    assert [storage.absolute(each.path) for each in raw.images] == [images[0]["file_name"]]
+    assert [addresses.absolute(each.path) for each in raw.images] == [images[0]["file_name"]]
     assert [issue.code for issue in issues] == ["path_outside"] * 2
 
 
@@ -251,8 +252,9 @@ def test_replaced_images_are_fetched_and_trained_on(form, memory, root, tmp_path
     content[at : at + 8] = bytes(8)
     store.pipe_file(place, bytes(content))
     dataset = read_split(config, "train")  # looks anew
-    pixels = [read_image(record.path) for record in dataset.records]
+    pixels = [read_image(record.path, opener=STORAGE) for record in dataset.records]
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path / 'other'}")
     config = of_store(f"{memory}/{form}", store_cache_gib=1.0)
-    fresh = [read_image(record.path) for record in read_split(config, "train").records]
+    records = read_split(config, "train").records
+    fresh = [read_image(record.path, opener=STORAGE) for record in records]
     assert all((one == other).all() for one, other in zip(pixels, fresh))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppdist.common.addresses import place_in_shard
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.checks.before_training import check_before_training
 from ppdist.data.checks.validate import validate
@@ -17,8 +18,7 @@ from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import convert
 from ppdist.data.image import read_header, read_image
 from ppdist.data.types import RawSet
-from ppdist.storage import files as storage
-from ppdist.storage import shards
+from ppdist.storage.files import STORAGE
 from tests.errors import raises
 from tests.forked import run_here
 from tests.unit.data.loaders import assert_equal, loader
@@ -127,9 +127,9 @@ def test_images_and_batches_are_those_of_files(pair):
     files, root = pair
     one, other = (read_split(coco_config(each), "train", 3) for each in pair)
     for a, b in zip(one.records, other.records, strict=True):
-        assert ".tar/" in b.path and read_header(a.path) == read_header(b.path)
-        np.testing.assert_array_equal(read_image(a.path), read_image(b.path))
-        assert storage.identity_of(b.path).bytes == Path(a.path).stat().st_size
+        assert ".tar/" in b.path and read_header(a.path) == read_header(b.path, STORAGE)
+        np.testing.assert_array_equal(read_image(a.path), read_image(b.path, opener=STORAGE))
+        assert STORAGE.identity_of(b.path).bytes == Path(a.path).stat().st_size
     assert_equal(loader(root), loader(files))
     assert_equal(loader(root, workers=1), loader(files, start=0))
     assert_equal(loader(root, start=3), list(loader(files))[6:])
@@ -140,13 +140,13 @@ def test_images_and_batches_are_those_of_files(pair):
 def test_member_is_a_file_of_its_own(pair):
     path = read_split(coco_config(pair[1]), "train").records[2].path
     content = (pair[0] / "images" / "002.jpg").read_bytes()
-    with storage.open_file(path) as file:
+    with STORAGE.open(path) as file:
         assert file.read(4) == content[:4]
         assert file.seek(0, io.SEEK_END) == len(content) and file.read() == b""
         assert file.seek(-3, io.SEEK_CUR) == len(content) - 3 and file.read() == content[-3:]
         assert file.seek(7) == 7 and file.read(5) == content[7:12]
     with pytest.raises(OSError, match="too large"):
-        storage.read_file(path, 10)
+        STORAGE.read(path, 10)
 
 
 def test_check_finds_the_same_in_shards(pair, checked_here):
@@ -165,8 +165,8 @@ def test_index_of_other_shards_is_noticed(pair, tmp_path):
     index.write_text(re.sub(r"^(001.jpg,[^,]*),\d+", r"\1,1024", good, flags=re.M))
     read_split(config, "train")
     with raises("image_unreadable", "index.csv"):
-        read_image(records[1].path)
-    assert read_image(records[0].path).shape == (48, 64, 3)
+        read_image(records[1].path, opener=STORAGE)
+    assert read_image(records[0].path, opener=STORAGE).shape == (48, 64, 3)
     index.write_text("\n".join(line for line in good.splitlines() if not line.startswith("001")))
     with raises("image_missing", "train-000000.tar/001.jpg"):
         read_split(config, "train")
@@ -194,8 +194,9 @@ def test_absent_index_is_named(pair, tmp_path):
 def test_folder_called_tar_is_a_folder(tmp_path):
     root = tmp_path / "set.tar"
     config = write_coco(root, 3)
-    assert shards.place_in_shard(str(root / "images" / "000.jpg")) is None
-    assert read_image(read_split(config, "train").records[0].path).shape == (48, 64, 3)
+    assert place_in_shard(str(root / "images" / "000.jpg")) is None
+    path = read_split(config, "train").records[0].path
+    assert read_image(path, opener=STORAGE).shape == (48, 64, 3)
 
 
 def test_command_writes_shards_and_says_how_to_use_them(tmp_path):

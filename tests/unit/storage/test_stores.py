@@ -2,11 +2,13 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
+from ppdist.common import addresses, retry
 from ppdist.common.errors import StorageError
-from ppdist.storage import addresses, download, retry, stores
+from ppdist.storage import download, stores
 from ppdist.storage.download import local_copy
 from tests.errors import raises
 from tests.file_server import serving
@@ -45,7 +47,8 @@ def use(monkeypatch, tmp_path):
     monkeypatch.setattr(stores, "_settings", stores._Settings())
     monkeypatch.setattr(retry, "_FIRST_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(retry, "_START_SECONDS", 0.1)
-    stores.use(str(tmp_path), 0, 5.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    stores.use(0, 5.0)
 
     def using(store: Store) -> Store:
         monkeypatch.setattr(stores, "_filesystem", lambda url: store)
@@ -56,10 +59,10 @@ def use(monkeypatch, tmp_path):
 
 def test_addresses_survive_path_and_local_ones_stay_local(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert addresses.url_of("s3:/bucket/a.jpg") == addresses.url_of("s3://bucket/a.jpg")
-    assert addresses.url_of("s3:/bucket/a.jpg") == "s3://bucket/a.jpg"
-    assert addresses.url_of("file:///data/a.jpg") == "/data/a.jpg"
-    assert addresses.url_of("a.jpg") == f"{tmp_path}/a.jpg"
+    assert addresses.absolute("s3:/bucket/a.jpg") == addresses.absolute("s3://bucket/a.jpg")
+    assert addresses.absolute("s3:/bucket/a.jpg") == "s3://bucket/a.jpg"
+    assert addresses.absolute("file:///data/a.jpg") == "/data/a.jpg"
+    assert addresses.absolute("a.jpg") == f"{tmp_path}/a.jpg"
     assert addresses.is_remote("memory://a") and addresses.is_remote("https:/host/a")
     for local in ("/data/s3:/a", "data/a", "file:///data", "c:/data", "s3:", "s3://"):
         assert not addresses.is_remote(local), local
@@ -149,10 +152,10 @@ def test_server_without_ranges_is_cut_to_the_range():
 
 
 @pytest.mark.parametrize("marks", [("1", "1", "2"), (None, None, None)])
-def test_cache_answers_for_the_same_identity_alone(marks, use, tmp_path, monkeypatch):
+def test_cache_answers_for_the_same_identity_alone(marks, use, monkeypatch):
     """Runs that ask one after another; without a mark each has what it fetched itself."""
     store, contents = use(Store()), []
-    stores.use(str(tmp_path), 1 << 20, 5.0)
+    stores.use(1 << 20, 5.0)
     for run, mark in enumerate(marks):
         monkeypatch.setattr(stores, "_RUN", f"{run}")
         monkeypatch.setattr(store, "info", lambda url, mark=mark: {"size": 7, "ETag": mark})
@@ -167,7 +170,8 @@ def test_http_is_asked_once_for_content_and_identity(whole, tmp_path, monkeypatc
     """And once, for the identity alone, for what is kept."""
     pytest.importorskip("aiohttp")
     monkeypatch.setattr(stores, "_settings", stores._Settings())
-    stores.use(str(tmp_path), 1 << 20, 5.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    stores.use(1 << 20, 5.0)
     span = () if whole else (2, 3)
 
     def start() -> bytes:
@@ -187,12 +191,12 @@ def test_http_is_asked_once_for_content_and_identity(whole, tmp_path, monkeypatc
 
 def test_copy_is_fetched_once_and_anew_when_it_changed(use):
     store = use(Store(ConnectionResetError()))
-    file = local_copy("s3://bucket/x/set.json")
+    file = local_copy(Path("s3://bucket/x/set.json"))
     assert file.name == "set.json" and file.read_bytes() == b"content"
     asked = store.asked
-    assert local_copy("s3:/bucket/x/set.json") == file and store.asked == asked + 1
+    assert local_copy(Path("s3:/bucket/x/set.json")) == file and store.asked == asked + 1
     store.content = b"of another length"
-    assert local_copy("s3://bucket/x/set.json").read_bytes() == b"of another length"
+    assert local_copy(Path("s3://bucket/x/set.json")).read_bytes() == b"of another length"
 
 
 def test_copy_goes_on_where_the_store_went_away(use, monkeypatch):
@@ -208,16 +212,16 @@ def test_copy_goes_on_where_the_store_went_away(use, monkeypatch):
     monkeypatch.setattr(store, "cat_file", cat_file)
     monkeypatch.setattr(store, "info", lambda url: {"size": 7, "type": "file", "ETag": "1"})
     with raises("storage_unreachable"):
-        local_copy("s3://bucket/set.json")
+        local_copy(Path("s3://bucket/set.json"))
     away[0] = False
-    assert local_copy("s3://bucket/set.json").read_bytes() == b"content"
+    assert local_copy(Path("s3://bucket/set.json")).read_bytes() == b"content"
     assert spans == [(0, 3), (3, 6), (6, 7)]
 
 
 def test_copy_that_cannot_be_had_says_what_to_do(use):
     use(Store(PermissionError(), PermissionError()))
     with raises("store_file_unreadable") as caught:
-        local_copy("s3://bucket/set.json")
+        local_copy(Path("s3://bucket/set.json"))
     assert "AWS_PROFILE" in caught.value.fix
 
 
@@ -232,3 +236,17 @@ def test_unknown_store_is_named():
     assert importlib.import_module("fsspec")
     with raises("store_unknown", "nosuch://"):
         stores.fetch("nosuch://bucket/a")
+
+
+@pytest.mark.parametrize(
+    ("told", "weak", "strong"),
+    [
+        ({"ETag": '"1"', "Last-Modified": "today"}, '"1"', '"1"'),
+        ({"ETag": 'W/"1"', "Last-Modified": "today"}, 'W/"1"', "today"),
+        ({"LastModified": 5, "size": 3}, "5", "5"),
+        ({"ETag": 'W/"1"'}, 'W/"1"', ""),
+        ({"size": 3}, "", ""),
+    ],
+)
+def test_marks_of_servers(told, weak, strong):
+    assert (stores.mark_in(told), stores.mark_in(told, strong=True)) == (weak, strong)

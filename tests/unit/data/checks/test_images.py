@@ -11,7 +11,9 @@ from PIL import Image
 from PIL import ImageFile as PillowFile
 
 from ppdist.common.errors import DataError
+from ppdist.common.opener import Opener
 from ppdist.common.process import is_alive
+from ppdist.common.retry import unavailable, with_retries
 from ppdist.data.checks import images as module
 from ppdist.data.checks.images import (
     ImageCheck,
@@ -22,7 +24,6 @@ from ppdist.data.checks.images import (
 )
 from ppdist.data.image import read_header, read_image
 from ppdist.runtime.decoder import damage
-from ppdist.storage.retry import unavailable, with_retries
 from tests.unit.data.corpus import (
     SIZE,
     exif,
@@ -170,7 +171,7 @@ def _raising(error: BaseException):
     return fail
 
 
-def _deadly(path: str, size: object, *, decode: bool) -> ImageCheck:
+def _deadly(path: str, size: object, *, decode: bool, opener: Opener) -> ImageCheck:
     name = os.path.basename(path)
     if "segv" in name:
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -201,9 +202,9 @@ def test_file_killing_or_hanging_child_is_named(tmp_path, monkeypatch):
 
 def test_child_that_waits_for_a_store_is_not_hung(tmp_path, monkeypatch):
     back = time.monotonic() + 1.8
-    monkeypatch.setattr("ppdist.storage.retry._LONGEST_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr("ppdist.common.retry._LONGEST_PAUSE_SECONDS", 0.2)
 
-    def read(path, size, *, decode):
+    def read(path, size, *, decode, opener):
         if time.monotonic() < back:
             raise unavailable("no answer within 20 s", path)
         return ImageCheck(digest=path)
@@ -236,7 +237,7 @@ def test_a_child_amid_an_image_ends_with_its_parent(tmp_path, monkeypatch):
     pytest.fail("it outlives its parent")
 
 
-def _endless(path: str, size: object, *, decode: bool) -> ImageCheck:
+def _endless(path: str, size: object, *, decode: bool, opener: Opener) -> ImageCheck:
     with open(path, "w") as file:
         file.write(str(os.getpid()))
     while True:

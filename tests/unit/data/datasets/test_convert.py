@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import yaml
 
+from ppdist.common.retry import unavailable
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import convert, snippet
 from ppdist.data.types import RawImage, RawObject, RawSet
-from ppdist.storage.retry import unavailable
 from tests.errors import raises
 from tests.unit.data.sets import NAMES, bccd, write_images
 

@@ -6,19 +6,20 @@ import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ppdist.common import retry
 from ppdist.common.errors import StorageError
+from ppdist.common.opener import DISK, Opener
 from ppdist.config.augment import AugmentConfig
 from ppdist.data.datasets.build import read_split
-from ppdist.data.transforms import pipeline
 from ppdist.data.transforms.pipeline import TrainSamples
 from ppdist.data.types import ImagesUnavailable, SampleKey
 from ppdist.distributed import heartbeat, store
-from ppdist.storage import retry
 from tests.unit.data.loaders import assert_equal, eval_loader, loader, warnings_in
 from tests.unit.data.sets import coco_config, write_coco
 
@@ -175,9 +176,9 @@ def test_cache_whose_disk_is_away_changes_nothing(folder, tmp_path, monkeypatch)
     assert not any(batch.bad_images for batch in batches)
 
 
-def plain_samples(folder: Path) -> TrainSamples:
+def plain_samples(folder: Path, opener: Opener = DISK) -> TrainSamples:
     """Each reads one image."""
-    dataset = read_split(coco_config(folder), "train")
+    dataset = replace(read_split(coco_config(folder), "train"), opener=opener)
     still = AugmentConfig(distort=0, expand=0, crop=0, flip=0)
     return TrainSamples(dataset, "skip", still, 0)
 
@@ -222,13 +223,17 @@ def test_storage_that_comes_and_goes_is_one_outage(folder, monkeypatch):
     assert 2.9 < clock[0] - 1013 <= 10
 
 
-def test_images_that_kill_a_worker_are_not_opened_to_look(folder, monkeypatch):
-    samples = plain_samples(folder)
+def test_images_that_kill_a_worker_are_not_opened_to_look(folder):
+    opened = []
+
+    class Noting(Opener):
+        def can_be_read(self, path):
+            opened.append(Path(path).name)
+
+    samples = plain_samples(folder, Noting())
     samples.storage_seconds = 60.0
     samples.blocklist_N[1:] = 9
     samples.blocklist_N[3] = 0
-    opened = []
-    monkeypatch.setattr(pipeline, "can_be_read", lambda path: opened.append(Path(path).name))
     (folder / "images").rename(folder / "away")
     samples.pause = lambda seconds: (folder / "away").rename(folder / "images")
     samples.make(SampleKey(0, 0, 48, 64))

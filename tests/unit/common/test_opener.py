@@ -3,9 +3,7 @@
 import os
 import time
 
-import pytest
-
-from ppdist.storage.identity import Identity, mark_in, of_stat
+from ppdist.common.opener import of_stat
 
 
 def test_replaced_file_of_equal_size_and_time_is_another(tmp_path):
@@ -18,7 +16,7 @@ def test_replaced_file_of_equal_size_and_time_is_another(tmp_path):
     os.replace(other, file)
     after = of_stat(file.stat())
     assert before != after and before.bytes == after.bytes == 3
-    assert after == of_stat(file.stat()) and before.number != after.number
+    assert after == of_stat(file.stat())
 
 
 def test_same_file_with_another_inode_stays_the_same(tmp_path):
@@ -27,21 +25,3 @@ def test_same_file_with_another_inode_stays_the_same(tmp_path):
     times = {"st_mtime_ns": 10**9, "st_ctime_ns": 10**9}
     one, other = (os.stat_result([fields[0], inode, *fields[2:]], times) for inode in (7, 8))
     assert one.st_ino != other.st_ino and of_stat(one) == of_stat(other)
-
-
-@pytest.mark.parametrize(
-    ("told", "weak", "strong"),
-    [
-        ({"ETag": '"1"', "Last-Modified": "today"}, '"1"', '"1"'),
-        ({"ETag": 'W/"1"', "Last-Modified": "today"}, 'W/"1"', "today"),
-        ({"LastModified": 5, "size": 3}, "5", "5"),
-        ({"ETag": 'W/"1"'}, 'W/"1"', ""),
-        ({"size": 3}, "", ""),
-    ],
-)
-def test_marks_of_servers(told, weak, strong):
-    assert (mark_in(told), mark_in(told, strong=True)) == (weak, strong)
-
-
-def test_identity_tells_marks_apart():
-    assert Identity(1, "a").number != Identity(1, "b").number != Identity(2, "b").number

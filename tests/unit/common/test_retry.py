@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
+from ppdist.common import retry
 from ppdist.common.errors import StorageError
-from ppdist.storage import retry
-from ppdist.storage.retry import unavailable, with_retries
+from ppdist.common.retry import unavailable, with_retries
 
 
 class Away:

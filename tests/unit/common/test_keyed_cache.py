@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.storage import keyed_cache
-from ppdist.storage.keyed_cache import KeyedCache
+from ppdist.common import keyed_cache
+from ppdist.common.keyed_cache import KeyedCache
 
 BLOCK = 4096
 
