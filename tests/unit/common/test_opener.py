@@ -1,9 +1,11 @@
-"""Content identity: what tells that a file was replaced, and what does not."""
+"""Content identity: what tells that a file was replaced, and what does not; openers travel."""
 
 import os
+import pickle
 import time
 
-from ppdist.common.opener import of_stat
+from ppdist.common.opener import DISK, of_stat
+from ppdist.storage.files import STORAGE
 
 
 def test_replaced_file_of_equal_size_and_time_is_another(tmp_path):
@@ -25,3 +27,9 @@ def test_same_file_with_another_inode_stays_the_same(tmp_path):
     times = {"st_mtime_ns": 10**9, "st_ctime_ns": 10**9}
     one, other = (os.stat_result([fields[0], inode, *fields[2:]], times) for inode in (7, 8))
     assert one.st_ino != other.st_ino and of_stat(one) == of_stat(other)
+
+
+def test_openers_reach_other_processes_as_they_are():
+    for opener in (DISK, STORAGE):
+        assert pickle.loads(pickle.dumps(opener)) == opener
+    assert DISK != STORAGE

@@ -62,7 +62,7 @@ def test_image_with_unknown_yolo_size_is_lost_issue(tmp_path, monkeypatch):
     settings = write_dirty_yolo(tmp_path)
     (tmp_path / "images" / "train" / "b.jpg").write_bytes(b"no image")
     monkeypatch.setattr(
-        annotations, "image_size", lambda path: None
+        annotations, "image_size", lambda path, opener: None
     )  # as of a format Pillow has not
     found = {row.name: row.counts for row in validate(settings, decode=False, workers=1).rows()}
     assert found["image_unreadable"] == {"train": 1}
