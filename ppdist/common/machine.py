@@ -1,4 +1,4 @@
-"""Cores, memory and disk that this process may use.
+"""Cores, memory and disk that this process may use, and which processes live.
 
 A container usually sees all cores and all memory of its host; its limits are in its
 control group (kernel documentation: admin-guide/cgroup-v2, cgroup-v1/memory, scheduler/sched-bwc).
@@ -7,6 +7,7 @@ control group (kernel documentation: admin-guide/cgroup-v2, cgroup-v1/memory, sc
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _UNLIMITED = 2**60  # bytes; cgroup v1 says "no limit" with a number of about 2**63
@@ -125,3 +126,35 @@ def kernel_text(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """A process as /proc/PID/stat shows it, see proc(5)."""
+
+    state: str  # such as R: it runs, T: stopped, Z: a zombie
+    parent: int  # process id
+    began: int  # in ticks since the machine did: ids are used again
+    cpu_seconds: float  # so far
+
+    @property
+    def is_alive(self) -> bool:
+        """False for a zombie, which has ended but was not reaped."""
+        return self.state not in ("Z", "X")
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """None: there is no such process, or no /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # its name may hold anything
+    ticks = int(fields[11]) + int(fields[12])
+    return ProcessStat(fields[0], int(fields[1]), int(fields[19]), ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    found = process_stat(pid)
+    return found is not None and found.is_alive

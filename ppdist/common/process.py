@@ -1,4 +1,4 @@
-"""Processes: how ours begin and end, and whether others live.
+"""Processes: how ours begin and end.
 
 Exit codes: 0 done; 2 the user's input is wrong (one message, no traceback); 1 anything else
 (traceback); 75 stopped by a signal after a clean checkpoint; 130 Ctrl-C in any other command, one
@@ -20,8 +20,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import NoReturn, TextIO
 
 from ppdist.common.errors import (
@@ -298,35 +297,3 @@ def _report_to_launcher(exit_code: int, failure: Failure, printed: bool) -> bool
     except OSError:  # a full disk: it must not hide why the run ended
         return False
     return True
-
-
-@dataclass(frozen=True)
-class ProcessStat:
-    """A process as /proc/PID/stat shows it, see proc(5)."""
-
-    state: str  # such as R: it runs, T: stopped, Z: a zombie
-    parent: int  # process id
-    began: int  # in ticks since the machine did: ids are used again
-    cpu_seconds: float  # so far
-
-    @property
-    def is_alive(self) -> bool:
-        """False for a zombie, which has ended but was not reaped."""
-        return self.state not in ("Z", "X")
-
-
-def process_stat(pid: int) -> ProcessStat | None:
-    """None: there is no such process, or no /proc."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # its name may hold anything
-    ticks = int(fields[11]) + int(fields[12])
-    return ProcessStat(fields[0], int(fields[1]), int(fields[19]), ticks / os.sysconf("SC_CLK_TCK"))
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    found = process_stat(pid)
-    return found is not None and found.is_alive

@@ -1,4 +1,4 @@
-"""Collectives of tensors and arrays over all ranks.
+"""Collectives of tensors and arrays over all ranks, and fleet's, within backward.
 
 They go through memory in a host and through gloo's sockets, or the accelerator's library, between
 hosts.  Every rank calls each with tensors of the same shapes, in the same order.
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import paddle
 from paddle import distributed as pd
+from paddle import nn
+from paddle.distributed import fleet
 
 from ppdist.distributed import heartbeat
 from ppdist.distributed.ranks import world_size
@@ -147,3 +149,26 @@ def all_gather(tensor: paddle.Tensor) -> paddle.Tensor:
     with heartbeat.Waiting(f"all_gather of {tensor.size} values"):
         pd.all_gather(parts, tensor)
     return paddle.stack(parts)
+
+
+def wrap(model: nn.Layer) -> nn.Layer:
+    """fleet's model, whose backward averages gradients over ranks.  Collective.
+
+    Parameters of rank 0 are sent to all.  On one process it is the model itself:
+    `fleet.distributed_model` raises there in Paddle 3.3.1.
+    """
+    return model if world_size() == 1 else fleet.distributed_model(model)
+
+
+def wrap_optimizer(optimizer: paddle.optimizer.Optimizer) -> Any:
+    """fleet's optimizer, for `unscale_` and `step` of a GradScaler.
+
+    Under data parallelism it changes nothing.  GradScaler knows an optimizer by its identity, so
+    both calls take this one; state and rates are the inner one's.
+    """
+    return optimizer if world_size() == 1 else fleet.distributed_optimizer(optimizer)
+
+
+def local_gradients(model: nn.Layer) -> contextlib.AbstractContextManager[None]:
+    """Inside, backward adds to this rank's gradients, without communication."""
+    return model.no_sync() if world_size() > 1 else contextlib.nullcontext()

@@ -44,13 +44,13 @@ from ppdist.distributed.collectives import all_gather as all_gather
 from ppdist.distributed.collectives import all_reduce_sum as all_reduce_sum
 from ppdist.distributed.collectives import broadcast_tensors as broadcast_tensors
 from ppdist.distributed.collectives import buckets as buckets
+from ppdist.distributed.collectives import local_gradients as local_gradients
 from ppdist.distributed.collectives import mean_tensors as mean_tensors
 from ppdist.distributed.collectives import read as read
 from ppdist.distributed.collectives import routes
 from ppdist.distributed.collectives import sum_tensors as sum_tensors
-from ppdist.distributed.data_parallel import local_gradients as local_gradients
-from ppdist.distributed.data_parallel import wrap as wrap
-from ppdist.distributed.data_parallel import wrap_optimizer as wrap_optimizer
+from ppdist.distributed.collectives import wrap as wrap
+from ppdist.distributed.collectives import wrap_optimizer as wrap_optimizer
 from ppdist.distributed.gathering import all_gather_large_object as all_gather_large_object
 from ppdist.distributed.gathering import all_gather_rows as all_gather_rows
 from ppdist.distributed.ranks import addresses as addresses

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from ppdist.common.errors import RankError
-from ppdist.common.process import is_alive
+from ppdist.common.machine import is_alive
 from ppdist.distributed import heartbeat
 
 _LOGGER = logging.getLogger("ppdist.distributed.comm")

@@ -11,7 +11,7 @@ import paddle
 from paddle import Tensor
 
 from ppdist.data.types import Batch
-from ppdist.distributed import collectives, data_parallel, device, heartbeat, ranks
+from ppdist.distributed import collectives, device, heartbeat, ranks
 from ppdist.engine.clock import Clock
 from ppdist.engine.gradients import Gradients
 from ppdist.engine.loss_sums import LossSums, Totals, blank, local_normalizers, whole
@@ -71,7 +71,7 @@ class TrainStep:
     ) -> None:
         """Args: policies: called in this order at each moment; the last is outermost `around`."""
         self.model = model
-        self.wrapped = data_parallel.wrap(model)
+        self.wrapped = collectives.wrap(model)
         self.loss = loss
         self.optimizer = optimizer
         self.exchange = exchange
@@ -167,7 +167,7 @@ class TrainStep:
         run = partial(self._pass, step, normalizers, exchanges, clock)
         for policy in self.policies:
             run = partial(policy.around, run, communicated=lambda: self._met_others)
-        with nullcontext() if exchanges else data_parallel.local_gradients(self.wrapped):
+        with nullcontext() if exchanges else collectives.local_gradients(self.wrapped):
             return run(batch)
 
     def _pass(
@@ -274,7 +274,7 @@ class TrainStep:
         """
         self._gradients.drop()
         self.statistics.undo()
-        with data_parallel.local_gradients(self.wrapped):
+        with collectives.local_gradients(self.wrapped):
             for batch in micro_batches:
                 self._pass(step, normalizers, False, Clock(), batch)
         return self._gradients.not_finite()

@@ -25,7 +25,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from ppdist.common import child
-from ppdist.common.process import is_alive
+from ppdist.common.machine import is_alive
 from ppdist.common.signals import STOP_SIGNALS
 from ppdist.distributed import heartbeat
 from ppdist.launch import worker

@@ -26,7 +26,8 @@ from ppdist.common import child
 from ppdist.common.errors import LaunchError
 from ppdist.common.files import read_json, replace_file
 from ppdist.common.job import CHANGE_NOTE, EXIT_DIR_VARIABLE, RUN_NOTE
-from ppdist.common.process import STOPPED, boot_seconds, is_alive
+from ppdist.common.machine import is_alive
+from ppdist.common.process import STOPPED, boot_seconds
 from ppdist.launch import paddle_launcher, worker
 from ppdist.launch.connection import wait_for_any
 from ppdist.launch.console import say, say_end

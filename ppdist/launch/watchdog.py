@@ -23,7 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ppdist.common.files import open_own, replace_file
-from ppdist.common.process import STOPPED, boot_seconds, process_stat
+from ppdist.common.machine import process_stat
+from ppdist.common.process import STOPPED, boot_seconds
 from ppdist.distributed import heartbeat
 from ppdist.distributed.heartbeat import Reading
 from ppdist.launch import worker

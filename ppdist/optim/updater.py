@@ -7,7 +7,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from ppdist.distributed import data_parallel, paddle_api
+from ppdist.distributed import collectives, paddle_api
 from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import (
     FACTOR,
@@ -24,12 +24,12 @@ class Updater:
 
     Attributes:
         optimizer: Paddle's.
-        wrapped: what a GradScaler takes for it; see `data_parallel.wrap_optimizer`.
+        wrapped: what a GradScaler takes for it; see `collectives.wrap_optimizer`.
     """
 
     def __init__(self, optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
         self.optimizer = optimizer
-        self.wrapped = data_parallel.wrap_optimizer(optimizer)
+        self.wrapped = collectives.wrap_optimizer(optimizer)
         self._model = model
         self._biases = biases(model)
 

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ppdist.common.process import process_stat
+from ppdist.common.machine import process_stat
 from ppdist.config.data import DataConfig
 from ppdist.config.train import MicroBatches
 from ppdist.data.loading.loader import TrainLoader

@@ -15,7 +15,7 @@ from typing import Any
 from ppdist.common.child import Process, start
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import open_file, open_own, text_of, write_json
-from ppdist.common.process import process_stat
+from ppdist.common.machine import process_stat
 from ppdist.common.records import MetricRecords, Record, read_metrics
 from ppdist.config.study import StudyConfig, item_of
 

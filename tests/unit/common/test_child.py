@@ -23,7 +23,7 @@ from ppdist.common.child import (
     run_in_child,
 )
 from ppdist.common.job import EXIT_DIR_VARIABLE
-from ppdist.common.process import is_alive
+from ppdist.common.machine import is_alive
 from tests.unit.launch.hosts import wait_for
 
 WAIT = 60.0  # seconds: a bound against hanging

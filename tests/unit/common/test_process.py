@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from ppdist.common import process
-from ppdist.common.process import is_alive, process_stat, unknown_paddle
+from ppdist.common.machine import is_alive, process_stat
+from ppdist.common.process import unknown_paddle
 from tests.unit.launch.hosts import wait_for
 
 WAIT = 60.0  # seconds: a bound against hanging

@@ -11,8 +11,8 @@ from PIL import Image
 from PIL import ImageFile as PillowFile
 
 from ppdist.common.errors import DataError
+from ppdist.common.machine import is_alive
 from ppdist.common.opener import Opener
-from ppdist.common.process import is_alive
 from ppdist.common.retry import unavailable, with_retries
 from ppdist.data.checks import images as module
 from ppdist.data.checks.images import (
