@@ -16,49 +16,8 @@ from paddle import Tensor, nn
 from ppdist.common import plugin
 from ppdist.common.errors import ConfigError
 from ppdist.models import functional
+from ppdist.models.base import Backbone
 from ppdist.models.layers import C3, SPPF, ConvBNLayer, EffectiveSELayer, RepBlock, yolov5_conv
-
-
-class Backbone(nn.Layer):
-    """Base of all backbones: their contract with model and optimizer.
-
-    Attributes:
-        finest: the finest level that it has.
-        coarsest: the levels at which it can end.
-        strides: pixels per cell of each feature, fine to coarse.
-        channels: of each feature, in the same order.
-        stage_keys: one row for each stage, in the order in which an image passes them: the
-            beginnings of its state-dict keys, whole names between dots.  Every key begins with one
-            of them.  Freezing and layer-wise learning rates count these stages; the first
-            beginning names the stage.
-    """
-
-    finest: ClassVar[int]
-    coarsest: ClassVar[tuple[int, ...]]
-    strides: tuple[int, ...]
-    channels: tuple[int, ...]
-    stage_keys: tuple[tuple[str, ...], ...]
-
-    @classmethod
-    def options_of(cls, variant: str) -> dict[str, Any]:
-        """What its constructor takes beside size and levels for a `model.variant`."""
-        return {}
-
-    @property
-    def first_convolution(self) -> nn.Conv2D:
-        """The convolution that sees the pixels: the first that was made.
-
-        A subclass in which it is another says so.
-        """
-        return next(layer for layer in self.sublayers() if isinstance(layer, nn.Conv2D))
-
-    def original_keys(self) -> dict[str, str]:
-        """Our key -> that of its published weights."""
-        return {}
-
-    def forward(self, images_B3HW: Tensor) -> list[Tensor]:
-        """Features [B, channels, H / stride, W / stride], fine to coarse."""
-        raise NotImplementedError
 
 
 class Stem(nn.Layer):

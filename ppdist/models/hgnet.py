@@ -11,7 +11,7 @@ from typing import NamedTuple
 from paddle import Tensor, nn
 
 from ppdist.models import functional
-from ppdist.models.backbones import Backbone
+from ppdist.models.base import Backbone
 from ppdist.models.layers import ConvBNLayer
 
 

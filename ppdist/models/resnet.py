@@ -7,7 +7,7 @@ Keys are those of RT-DETR's torch implementation, but for its `norm`, ours `bn`.
 from paddle import Tensor, nn
 
 from ppdist.models import functional
-from ppdist.models.backbones import Backbone
+from ppdist.models.base import Backbone
 from ppdist.models.layers import ConvBNLayer
 
 STAGE_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}

@@ -30,8 +30,7 @@ from ppdist.models.attention import (
     length_of,
     start_xavier,
 )
-from ppdist.models.backbones import Backbone
-from ppdist.models.base import Detector, KeyTable, Targets
+from ppdist.models.base import Backbone, Detector, KeyTable, Targets
 from ppdist.models.denoising import DenoisingQueries, NoisyQueries, attention_bias
 from ppdist.models.hgnet import HGNetv2
 from ppdist.models.hybrid_encoder import HybridEncoder

@@ -3,7 +3,7 @@
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-from ppdist.models.backbones import Backbone
+from ppdist.models.base import Backbone
 from ppdist.models.layers import ConvBNLayer
 
 
