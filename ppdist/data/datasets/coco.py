@@ -103,7 +103,7 @@ def read_coco(
         opener: of the images.
     Raises: DataError: the file as a whole is not COCO.
     """
-    return _read(images, annotations, complain, known, "everything", opener).as_set()
+    return _File(images, annotations, "everything", complain, opener).read(known).as_set()
 
 
 def read_coco_columns(
@@ -120,7 +120,7 @@ def read_coco_columns(
     Args: masks: outlines, too.
     """
     keep: _Keep = "outlines" if masks else "boxes"
-    return _read(images, annotations, complain, known, keep, opener).columns()
+    return _File(images, annotations, keep, complain, opener).read(known).columns()
 
 
 def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
@@ -273,27 +273,6 @@ class _Object(msgspec.Struct, gc=False):
     extra: Mapping[str, Any] | None = None
 
 
-def _read(
-    folder: Path,
-    file: Path,
-    complain: Complain,
-    known: KnownClasses,
-    keep: _Keep,
-    opener: Opener,
-) -> "_File":
-    """Reads images and objects of a COCO file."""
-    parts = _parts(file, complain, "annotations")
-    categories, annotations = [*map(_value, parts["categories"])], parts["annotations"]
-    classes = classes_of(categories, partial(_used_categories, annotations), file, complain, known)
-    content = _File(folder, file, keep, classes, complain, opener)
-    content.add_images(parts["images"])
-    content.add_objects(annotations)
-    if keep == "everything":
-        content.extra = {key: _value(parts[key]) for key in parts if key not in NEEDED}
-        content.class_extras = _class_extras(categories, classes)
-    return content
-
-
 class _File:
     """Good images and objects of a COCO file, in columns; it complains of the others.
 
@@ -301,16 +280,11 @@ class _File:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        file: Path,
-        keep: _Keep,
-        classes: Categories,
-        complain: Complain,
-        opener: Opener,
+        self, folder: Path, file: Path, keep: _Keep, complain: Complain, opener: Opener
     ) -> None:
         self._folder, self._file, self._keep = folder, file, keep
-        self._classes, self._complain, self._opener = classes, complain, opener
+        self._complain, self._opener = complain, opener
+        self._classes: Categories
         self.extra: Mapping[str, Any] = {}
         self.class_extras: tuple[Mapping[str, Any], ...] = ()
         self._inside = ""  # what is in front of a plain name
@@ -327,6 +301,19 @@ class _File:
         self._odd_ids: dict[int, Any] = {}
         self._outlines: list[tuple[np.ndarray, ...]] = []
         self._extras: list[Mapping[str, Any]] = []
+
+    def read(self, known: KnownClasses) -> "_File":
+        """Reads all of the file."""
+        parts = _parts(self._file, self._complain, "annotations")
+        categories, annotations = [*map(_value, parts["categories"])], parts["annotations"]
+        used = partial(_used_categories, annotations)
+        self._classes = classes_of(categories, used, self._file, self._complain, known)
+        self.add_images(parts["images"])
+        self.add_objects(annotations)
+        if self._keep == "everything":
+            self.extra = {key: _value(parts[key]) for key in parts if key not in NEEDED}
+            self.class_extras = _class_extras(categories, self._classes)
+        return self
 
     def add_images(self, entries: Sequence[Any]) -> None:
         """Adds the images; two of them with one id are the first."""

@@ -8,8 +8,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from blobs.keys import BlobsConfig
-from ppdist.models.backbones import Backbone
-from ppdist.models.base import Detector
+from ppdist.models.base import Backbone, Detector
 from ppdist.models.layers import ConvBNLayer
 from ppdist.models.outputs import anchor_points
 

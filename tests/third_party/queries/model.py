@@ -8,8 +8,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from ppdist.losses.base import NOMINAL_BATCH, Loss, LossOutput
-from ppdist.models.backbones import Backbone
-from ppdist.models.base import Detector, Targets
+from ppdist.models.base import Backbone, Detector, Targets
 from ppdist.models.layers import ConvBNLayer
 from queries import QueriesConfig, QueriesLossConfig
 
