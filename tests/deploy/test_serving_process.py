@@ -119,21 +119,6 @@ def test_a_body_that_breaks_is_answered_once():
         assert "Traceback" not in process.communicate(timeout=WAIT)[1]
 
 
-def test_sigterm_finishes_accepted_requests_only():
-    number = free_port()
-    with fake(number) as process:
-        half = Half(number)
-        while b"requests_under_way 1.0" not in ask(number, "GET", "/metrics")[1]:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        with pytest.raises(OSError):
-            while True:
-                ask(number, "GET", "/health")
-        assert process.poll() is None, "ended before it had answered"
-        assert half.finish() == 200
-        assert process.wait(WAIT) == 0
-
-
 STUCK = """
 import sys, time
 sys.path[:0] = sys.argv[2:]
@@ -182,15 +167,20 @@ server.leave(server.serve(load, server.Limits(), "127.0.0.1", int(sys.argv[1])))
 """
 
 
-@pytest.mark.slow
-def test_runtime_that_replaces_handlers_ends_nothing():
+@pytest.mark.parametrize("rude", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_sigterm_finishes_accepted_requests_only(rude):
+    """Also where a runtime has replaced the handlers of signals."""
     number = free_port()
-    with running([sys.executable, "-c", RUDE, number, SERVING, REPOSITORY], number) as process:
+    command = [sys.executable, "-c", RUDE, number, SERVING, REPOSITORY]
+    with running(command, number) if rude else fake(number) as process:
         half = Half(number)
         while b"requests_under_way 1.0" not in ask(number, "GET", "/metrics")[1]:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        with pytest.raises(OSError):
+            while True:
+                ask(number, "GET", "/health")
+        assert process.poll() is None, "ended before it had answered"
         assert half.finish() == 200
         assert process.wait(WAIT) == 0
 

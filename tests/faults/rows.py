@@ -164,7 +164,7 @@ ROWS = (
         ("tests/unit/data/loading/test_loader_reproducible.py::"
          "test_ranks_resume_and_cache_change_no_byte",
          "tests/integration/test_resume.py::"
-         "test_more_interrupted_runs_equal_the_whole")),
+         "test_interrupted_run_equals_the_whole")),
     Row(35, "an evaluation fails on one rank", "training is unaffected, it is evaluated again",
         (JOBS + "test_evaluation_failure_on_one_rank_keeps_state",
          RECOVERY + "test_training_skips_evaluation_that_fails_twice")),

@@ -74,8 +74,8 @@ def test_two_hosts_both_name_differing_config_key(tmp_path: Path) -> None:
     for process in running:
         said, _ = process.communicate(timeout=180)
         assert process.returncode == 2, said
-        first, second = (f"(host {name} {host})" for host in hosts)
-        assert f"train.epochs: 2.0 on rank 0 {first}; 3.0 on rank 1 {second}" in said
+        (line,) = (line for line in said.splitlines() if "train.epochs: 2.0" in line)
+        assert all(f"(host {name} {host})" in line for host in hosts)
         assert "FAIL  together: " in said
     for host in hosts:  # the logs that the message names are still there
         assert list((tmp_path / host).glob("ppdist-doctor-*/log/workerlog.0"))

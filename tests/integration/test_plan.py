@@ -87,8 +87,7 @@ def test_fit_prints_parameters_and_residuals():
     rows = ["1x16=169.1", "2x16=191.8", "4x16=194.8", "8x16=206.3"]
     done = run_here("plan", "fit", "--rows", *rows)
     assert done.returncode == 0
-    assert "(image, parallel, jitter) from 4" in done.stdout
-    assert all(fact in done.stdout for fact in ("10.569 ms", "9.6 %", "12.1 ms"))
+    assert all(fact in done.stdout for fact in ("jitter", "10.569 ms", "9.6 %", "12.1 ms"))
 
 
 @pytest.mark.parametrize(

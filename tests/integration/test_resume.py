@@ -307,7 +307,11 @@ def shapes(tmp_path_factory) -> Path:
     return folder
 
 
-def assert_resumed(row: Row, shapes: Path, folder: Path, record_property) -> None:
+@pytest.mark.parametrize(
+    "name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_interrupted_run_equals_the_whole(name, shapes, tmp_path, record_property):
+    row, folder = (DEFAULT | SLOW)[name], tmp_path
     if row.teacher:
         write_teacher(folder / "teacher", model=row.teacher)
     whole, parts = trained(row, shapes, folder)
@@ -330,14 +334,3 @@ def assert_resumed(row: Row, shapes: Path, folder: Path, record_property) -> Non
     record_property("figure", f"largest relative difference of a loss {off:.1e}")
     for key, array in arrays.items():
         np.testing.assert_allclose(others[key], array, rtol=1e-3, atol=1e-5, err_msg=key)
-
-
-@pytest.mark.parametrize("name", DEFAULT)
-def test_interrupted_run_equals_the_whole(name, shapes, tmp_path, record_property):
-    assert_resumed(DEFAULT[name], shapes, tmp_path, record_property)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_more_interrupted_runs_equal_the_whole(name, shapes, tmp_path, record_property):
-    assert_resumed(SLOW[name], shapes, tmp_path, record_property)

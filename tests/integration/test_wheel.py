@@ -1,4 +1,4 @@
-"""From the wheel in an empty folder to predictions: three commands, whatever the layout."""
+"""From the wheel in an empty folder to predictions: three commands."""
 
 import json
 import subprocess
@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.data.datasets.annotations import quietly
-from ppdist.data.datasets.coco import read_coco
 from tests.forked import run_tool, succeeded
-from tests.unit.data.sets import write_voc
 from tests.wheel import PIP, built_wheel
 
 pytestmark = pytest.mark.slow
@@ -49,38 +46,12 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _yolo(shapes: Path, folder: Path) -> Path:
-    _converted(shapes, folder, "yolo")
-    text = "train: images/train\nval: images/val\nnames: [circle, square, triangle]\n"
-    (folder / "data.yaml").write_text(text, encoding="utf-8")
-    return folder / "data.yaml"
-
-
-def _voc(shapes: Path, folder: Path) -> Path:
-    for split in ("train", "val"):
-        file = shapes / "annotations" / f"instances_{split}.json"
-        write_voc(read_coco(shapes / "images", file, quietly), folder / split, split)
-        succeeded(_run("rm", "-rf", folder / split / "ImageSets", folder=folder))
-    return folder
-
-
-def _coco(shapes: Path, folder: Path) -> Path:
-    succeeded(_run("cp", "-r", shapes, folder, folder=shapes))
-    return folder
-
-
-def _converted(shapes: Path, folder: Path, kind: str) -> None:
-    words = ["--to", kind, "--out", folder, "-c", "demo", "-o", f"data.root={shapes}"]
+def test_three_commands_from_the_wheel(programs, shapes, tmp_path):
+    words = ["--to", "yolo", "--out", tmp_path / "mine", "-c", "demo", "-o", f"data.root={shapes}"]
     succeeded(run_tool("data", "convert", *words))
-
-
-@pytest.mark.parametrize("layout", [_yolo, _coco, _voc])
-def test_three_commands_from_the_wheel(layout, programs, shapes, tmp_path):
-    data = layout(shapes, tmp_path / "mine")
     ppdist = programs / "ppdist"
-    train = ["train", data, "--model", "yolov5n", "--epochs", "1", "--image-size", "96"]
-    said = _run(ppdist, *train, "-o", "output_dir=out", *SMALL, folder=tmp_path)
-    succeeded(said)
+    train = ["train", "mine", "--model", "yolov5n", "--epochs", "1", "--image-size", "96"]
+    succeeded(_run(ppdist, *train, "-o", "output_dir=out", *SMALL, folder=tmp_path))
     assert (tmp_path / "out" / "recipe.yml").is_file()
     source = ["--source", shapes / "images" / "val", "--out", "found"]
     succeeded(_run(ppdist, "predict", "-w", "out", *source, folder=tmp_path))

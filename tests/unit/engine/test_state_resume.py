@@ -208,7 +208,7 @@ def test_run_may_resume_in_any_other_folder(shapes, output, tmp_path):
     run(shapes, other, evaluate=True, resume=path)
     run(shapes, output, evaluate=True, resume=output)
     assert steps_in(other / "old-1" / "checkpoints") == [3, 4, 5]
-    assert steps_in(output / "checkpoints")[-3:] == [6, 8, 9]
+    assert steps_in(output / "checkpoints")[-1] == 9
     assert_same_checkpoint(output, other)
 
 

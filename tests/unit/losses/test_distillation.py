@@ -2,12 +2,15 @@
 no gradient to the teacher, the images of a batch one by one.
 """
 
+from functools import partial
+
 import numpy as np
 import paddle
 import pytest
 
 from ppdist.config.loss import PPYOLOELossConfig
 from ppdist.losses.base import LossOutput, Teaching, Term
+from ppdist.losses.base import LossOutput
 from ppdist.losses.distillation import (
     SURE,
     channel_wise_distillation,
@@ -16,12 +19,13 @@ from ppdist.losses.distillation import (
     where_sure,
     yes_or_no_distillation,
 )
-from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.losses.yolov5 import LEVEL_WEIGHTS, Gains, YOLOv5Loss
-from ppdist.models.outputs import PPYOLOEOutputs, YOLOv5Outputs
+from tests.unit.losses import cases
+from tests.unit.losses.cases import CLASSES, ppyoloe_loss
 
+ppyoloe_outputs = partial(cases.random_outputs, 2, features=5)
+yolov5_outputs = partial(cases.yolov5_outputs, 2, features=5)
 TERMS = ("logits", "features", "boxes")
-CLASSES = 3
 ALL = Teaching(Term(2.0, 1.5), Term(3.0, 2.0), Term(0.5, 10.0))
 
 
@@ -84,33 +88,6 @@ def test_sides_are_distributions_over_the_bins(temperature: float) -> None:
 def test_a_teacher_that_is_not_sure_says_nothing() -> None:
     score = paddle.to_tensor([0.01, SURE, 0.099, 0.9])
     assert where_sure(score).numpy() == pytest.approx([0.0, SURE, 0.0, 0.9])
-
-
-def ppyoloe_outputs(images: int = 2, seed: int = 0, scale: float = 1.0) -> PPYOLOEOutputs:
-    paddle.seed(seed)
-    shapes = [(2, 3), (4, 6), (8, 12)]
-    maps = [
-        tuple(paddle.randn([images, c, h, w]) * scale for h, w in shapes) for c in (CLASSES, 68, 5)
-    ]
-    for each in sum(maps, ()):
-        each.stop_gradient = False
-    return PPYOLOEOutputs(maps[0], maps[1], features=maps[2])
-
-
-def yolov5_outputs(images: int = 2, seed: int = 0, scale: float = 1.0) -> YOLOv5Outputs:
-    paddle.seed(seed)
-    shapes = [(8, 12), (4, 6), (2, 3)]
-    maps = [
-        tuple(paddle.randn([images, c, h, w]) * scale for h, w in shapes)
-        for c in (3 * (5 + CLASSES), 5)
-    ]
-    for each in sum(maps, ()):
-        each.stop_gradient = False
-    return YOLOv5Outputs(*maps)
-
-
-def ppyoloe_loss() -> PPYOLOELoss:
-    return PPYOLOELoss(PPYOLOELossConfig(), num_classes=CLASSES, static_steps=0)
 
 
 def yolov5_loss() -> YOLOv5Loss:
