@@ -51,12 +51,12 @@ class TrainStep:
         w <- update(w, g * min(1, clip_norm / |g|))
 
     which is the gradient of one rank with one large batch, however the images were dealt out.
-    A loss that knows its divisors from the targets alone gets them summed beforehand instead, and
-    parameters that a term with a normalizer of its own trains, and nothing else, have that divisor.
+    A loss that knows its divisors from the targets alone gets them summed beforehand instead.
+    Parameters that only a term with a normalizer of its own trains are divided by that one.
 
     Collective: every rank calls the step with at least one micro-batch, if need be a blank one, and
     reaches the same collectives, marked below.  Ranks decide alike, by sums over all of them: a
-    loss that is not finite on one rank is `broken` on all, and all skip the step without a trace.
+    loss that is not finite on one rank is `broken` on all, and none applies the step.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class TrainStep:
         """Makes optimizer step `step` (from 0) of this rank's micro-batches.  Collective."""
         self._gradients.drop()
         for policy in self.policies:
-            policy.before_step(step, self.exchange.synchronised(step - 1))  # collective
+            policy.before_step(step, self.exchange.synchronised(step - 1))  # collective: EMA
         self.loss.prepare(self.model, step)
         micro_batches = list(batches)
         clock.lap("data")
 
-        # Forward and backward: gradients and running statistics of this rank alone.
+        # Forward and backward: of this rank alone, unless SyncBN or NCCL meets in a pass.
         self.statistics.begin_step()
         normalizers = local_normalizers(self.loss, micro_batches)
         if normalizers is not None:
@@ -107,16 +107,18 @@ class TrainStep:
             self.statistics.end_pass(len(micro_batches))
         self.statistics.end_passes(len(micro_batches))
 
-        # Exchange; then the host waits, once: all but the update is queued by now.
+        # Exchange; the host waits for the device once, in `read`: all but the update is queued.
         message = collectives.all_reduce_sum(self._counts(micro_batches, sums))  # collective
         clock.lap("communication")
+        # Square of the norm of the rank-mean gradient, the loss scale already taken out.  What an
+        # exchange keeps back it counts in the units of the mean loss, and asks for the factor.
         asked = partial(self._factor_of_all, message, sums)
         square = self._gradients.average(self.exchange, sums, message, asked)  # collective
         clock.lap("optimizer")
         *values, own_loss, square_norm = collectives.read(message, sums.loss, square)
         clock.lap("communication")
 
-        # Normalise, clip, update; or leave no trace.
+        # Normalise, clip, update; or take back.  Of verdicts, APPLY < SKIP < REPEAT, the strictest.
         totals = Totals.of(values, self._votes)
         losses, divisor = sums.normalise(totals.terms)
         factor, verdict = self._factor(divisor), self._verdict(totals)
@@ -149,7 +151,7 @@ class TrainStep:
         )
 
     def skip(self, step: int) -> None:
-        """Leaves a step (from 0) out.  Collective."""
+        """Leaves out a step (from 0) whose images nobody opened.  Collective."""
         self._finish(step, Verdict.SKIP)
 
     # Forward and backward
@@ -163,7 +165,7 @@ class TrainStep:
         """
         heartbeat.alive()
         exchanges = last and self.exchange.during_backward
-        self._met_others = self.statistics.meet
+        self._met_others = self.statistics.meet  # then a pass that failed cannot be made again
         run = partial(self._pass, step, normalizers, exchanges, clock)
         for policy in self.policies:
             run = partial(policy.around, run, communicated=lambda: self._met_others)
@@ -185,7 +187,7 @@ class TrainStep:
         output: LossOutput = self.loss(outputs, *targets, step, normalizers)
         clock.lap("loss")
         self._met_others |= exchanges and ranks.world_size() > 1
-        # A rank past the end of an epoch: the same graph and collectives, but no say.
+        # Blank (end of an epoch, no memory, no images): the same graph and collectives, no say.
         with nullcontext() if batch.real else self._gradients.adding_zeros():
             self.precision.scale(whole(output) / self._settings.loss_divisor).backward()
         clock.lap("backward")
@@ -202,7 +204,7 @@ class TrainStep:
         paddle.seed(int(draws.generate_state(1)[0]))
 
     def _counts(self, micro_batches: list[Batch], sums: LossSums) -> Tensor:
-        """This rank's part of `Totals`."""
+        """Gives this rank's part of `Totals`; what is asked later waits for the next step."""
         real = [batch for batch in micro_batches if batch.real]
         counts = [float(sum(batch.images_B3HW.shape[0] for batch in real)), float(len(real))]
         for policy in self.policies:
@@ -212,8 +214,7 @@ class TrainStep:
         return paddle.concat([device.put(counts), 1.0 - finite, *sums.terms.values()])
 
     def _verdict(self, totals: Totals) -> Verdict:
-        verdicts = (policy.verdict(totals.votes) for policy in self.policies)
-        return max([Verdict.APPLY, *verdicts])
+        return max([Verdict.APPLY, *(policy.verdict(totals.votes) for policy in self.policies)])
 
     def _factor(self, divisor: float) -> float:
         """Factor from the rank-mean gradient of total / loss_divisor to that of the mean loss."""
@@ -225,7 +226,7 @@ class TrainStep:
         if totals.broken or self._verdict(totals) is not Verdict.APPLY:
             return math.nan
         factor = self._factor(sums.normalise(totals.terms).divisor)
-        return factor / (self.precision.loss_scale or 1.0)
+        return factor / (self.precision.loss_scale or 1.0)  # 0: losses are not scaled
 
     def _update(self, factor: float, norm: float, rates: LearningRates) -> None:
         """Normalises, clips and applies the gradients.  Args: norm: before clipping."""
@@ -235,32 +236,31 @@ class TrainStep:
         self._gradients.apply(factor, rates)
 
     def _finish(self, step: int, verdict: Verdict) -> bool:
-        """Makes ranks equal where the exchange does.  Collective.
+        """Makes ranks equal where that is due; a step that is repeated has no end.  Collective.
 
         Returns: whether all ranks hold the same weights now.
         """
-        synchronised = verdict is not Verdict.REPEAT and self.exchange.finish(step)
+        synchronised = verdict is not Verdict.REPEAT and self.exchange.finish(step)  # collective
         if synchronised:
-            self.statistics.average()
+            self.statistics.average()  # collective: means over ranks
         for policy in self.policies:
-            policy.after_update(step, verdict, synchronised)
+            policy.after_update(step, verdict, synchronised)  # collective
         return synchronised
 
     def _reject(
         self, bad: bool, totals: Totals, sums: LossSums, again: Callable[[], list[str]]
     ) -> tuple[bool, list[str]]:
-        """Makes a step leave no trace.  Collective.
+        """Takes gradients and running statistics back; halves the loss scale if `bad`.  Collective.
 
         Args: bad: something was not finite.  again: names gradients, see `_broken_gradients`.
         Returns: `searching` and `own_not_finite` of `StepResult`.
         """
         self.precision.reject(lowers_scale=bad)
         searching = bad and not totals.broken and self.precision.loss_scale >= 1.0
-        not_finite = list[str]()
         if bad and totals.broken:
             not_finite = sums.not_finite() + self.statistics.not_finite()
-        elif bad and not searching:
-            not_finite = again()
+        else:
+            not_finite = again() if bad and not searching else []  # collective: SyncBN
         self._gradients.drop()
         self.statistics.undo()
         return searching, not_finite
