@@ -9,7 +9,7 @@ up to `distributed.timeout_seconds`.
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,6 @@ from ppdist.config.evaluate import (
     DETECTION_METRICS,
     NMSConfig,
 )
-from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.types import Batch, DetectionSet, SampleKey
 from ppdist.distributed import comm
 from ppdist.distributed.comm import evaluate_on_all_ranks
@@ -55,6 +54,17 @@ class Batches(Protocol):
     def abort_waits(self) -> None: ...
 
 
+class PlannedBatches(Protocol):
+    """Which images a rank evaluates, and what is to be learned of them: an EvalLoader."""
+
+    @property
+    def plan(self) -> Iterable[Sequence[SampleKey]]: ...
+
+    def learnable(
+        self, keys: Sequence[SampleKey]
+    ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]: ...
+
+
 class Observer(Protocol):
     """Looks on while this rank's images are evaluated; it draws them, for instance."""
 
@@ -79,11 +89,11 @@ class ValidationLoss:
         sums: over this rank's batches since `begin`, not normalised; see `normalised`.
     """
 
-    def __init__(self, loss: Loss, loader: EvalLoader, unreadable: Collection[int]) -> None:
+    def __init__(self, loss: Loss, loader: PlannedBatches, unreadable: Collection[int]) -> None:
         """
         Args:
             loss: that of training.
-            loader: gives this rank's share of the set.
+            loader: of this rank's share of the set.
             unreadable: positions of images that the check of the set left out.
         """
         self._loss = loss
