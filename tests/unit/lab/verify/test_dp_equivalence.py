@@ -92,12 +92,8 @@ def count_blank_ranks(argument) -> dict:
 
 def train_too_fast(argument) -> dict:
     """As `verify_ranks`, with gradients of the ranks two per cent too large."""
-    update = TrainStep._update
-
-    def wrong(step, factor, norm, rates):
-        return update(step, 1.02 * factor, norm, rates)
-
-    TrainStep._update = wrong
+    factor = TrainStep._factor
+    TrainStep._factor = lambda step, divisor: 1.02 * factor(step, divisor)
     return verified_here(argument)
 
 
