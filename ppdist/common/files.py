@@ -187,19 +187,6 @@ def is_disk_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def can_be_read(path: str | Path) -> bool:
-    """Whether a regular file or a non-empty folder is there now."""
-    try:
-        if os.path.isdir(path):
-            with os.scandir(path) as entries:
-                return any(True for _ in entries)
-        with open_file(path) as file:
-            file.read(1)
-    except OSError:
-        return False
-    return True
-
-
 def make_folder(path: Path) -> None:
     """Creates a writable folder and its parents if missing.
 

@@ -50,7 +50,15 @@ class Opener:
 
     def can_be_read(self, path: str | Path) -> bool:
         """Whether a regular file or a non-empty folder is there now."""
-        return files.can_be_read(path)
+        try:
+            if os.path.isdir(path):
+                with os.scandir(path) as entries:
+                    return any(True for _ in entries)
+            with self.open(path) as file:
+                file.read(1)
+        except OSError:
+            return False
+        return True
 
     def identity_of(self, path: str) -> Identity:
         """Identity of a file's content, without opening it."""
