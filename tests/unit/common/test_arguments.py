@@ -16,7 +16,7 @@ def test_whole_numbers_from_the_least_on_are_taken():
 def test_other_texts_are_refused_with_what_is_expected(text):
     with pytest.raises(argparse.ArgumentTypeError) as refused:
         at_least(0)(text)
-    assert str(refused.value) == f"expected a whole number, 0 or more, found {text!r}"
+    assert repr(text) in str(refused.value)
 
 
 def test_a_time_is_a_number_above_0():

@@ -51,7 +51,7 @@ def test_a_read_file_is_a_file_of_bounded_size(tmp_path: Path) -> None:
     ):
         with pytest.raises(OSError, match=says):
             read_file(tmp_path / name, most)
-    assert digest_of_file(tmp_path / "pipe") == "cannot be read: not a file"
+    assert digest_of_file(tmp_path / "pipe").startswith("cannot be read")
 
 
 @pytest.mark.parametrize(

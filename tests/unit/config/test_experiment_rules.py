@@ -66,11 +66,8 @@ def said_of(folder, *overrides):
 def test_what_the_last_epochs_leave_no_room_for_is_said(tmp_path):
     short = ["data.augment.mosaic=1", "data.augment.mixup=0.5", "train.epochs=10"]
     said = said_of(tmp_path, *short, "data.augment.close_mosaic_epochs=10")
-    assert said == [
-        f"data.augment.{what} never acts: combine_epochs, close_mosaic_epochs and plain_epochs "
-        f"leave none of the 10 epochs to it"
-        for what in ("mosaic: 1", "mixup: 0.5")
-    ]
+    keys = [line.partition(" never acts")[0] for line in said]
+    assert keys == ["data.augment.mosaic: 1", "data.augment.mixup: 0.5"]
     assert not said_of(tmp_path, *short, "data.augment.close_mosaic_epochs=9")
     # Written for a run of 60, the last 10 epochs are 2 of 10.
     last = "data.augment.close_mosaic_epochs=10"
@@ -83,20 +80,20 @@ def test_training_sizes_far_from_the_evaluated_one_are_said(tmp_path):
     sizes = "train.multi_scale=[[64,64],[128,128]]"
     assert not said_of(tmp_path, sizes, "model.image_size=[64,96]")
     (said,) = said_of(tmp_path, sizes, "model.image_size=[256,256]")
-    assert said.startswith("train.multi_scale trains on images of 64x64 to 128x128 pixels, model.")
+    assert said.startswith("train.multi_scale") and "64x64 to 128x128" in said
 
 
 def test_mosaic_whole_without_mosaic_is_warned_about(tmp_path):
     whole = "data.augment.mosaic_whole=true"
     (line,) = said_of(tmp_path, whole)
-    assert line.startswith("data.augment.mosaic_whole: true has no effect without data.augment.mos")
+    assert line.startswith("data.augment.mosaic_whole: true")
     assert not said_of(tmp_path, whole, "data.augment.mosaic=0.5")
 
 
 def test_ambiguous_epoch_window_is_warned_about(tmp_path):
     window = "data.augment.combine_epochs={}"
     (line,) = said_of(tmp_path, window.format("[0, 1]"))
-    assert "[0, 1] means the first epoch only; for the whole run write [0.0, 1.0] or null" in line
+    assert "[0.0, 1.0]" in line
     for other in ("[0.0, 1.0]", "[0, 2]", "[0, 0.5]", "null"):
         assert not said_of(tmp_path, window.format(other)), other
     assert not said_of(tmp_path, window.format("[0, 1]"), "train.epochs=1")

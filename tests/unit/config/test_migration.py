@@ -63,10 +63,8 @@ def test_foreign_key_behind_o_is_answered(tmp_path, item, said):
 def test_foreign_key_in_a_file_is_answered_at_its_line(tmp_path):
     file = config(tmp_path, f"{OURS}snapshot_epoch: 5\n")
     error = refused(file)
-    assert str(error) == (
-        f"{file}:3:1: snapshot_epoch is a key of PaddleDetection; write "
-        f"`checkpoint.every_epochs: 5`"
-    )
+    assert error.code == "foreign_key" and str(error).startswith(f"{file}:3:1: ")
+    assert "`checkpoint.every_epochs: 5`" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -86,23 +86,22 @@ def test_sections_that_are_not_written_keep_their_defaults(found: None, tmp_path
     assert config.log.model_dump() == LogConfig().model_dump()
     text = TEXT.partition("log:")[0] + "early_stopping: {metric: top1}"
     (problem,) = problems(written(tmp_path, text))
-    assert f"early_stopping.metric: top1 is not measured for model.name: {DETECTOR}" in problem
+    assert "early_stopping.metric: top1" in problem and DETECTOR in problem
 
 
 def test_messages_know_keys_of_a_plugin(found: None, tmp_path: Path) -> None:
     file = written(tmp_path)
-    assert problems(file, "model.channels=2", "data.delimeter=x", "model.chanels=1") == [
-        "-o data.delimeter=x: data.delimeter: unknown key; did you mean data.delimiter?",
-        "-o model.chanels=1: model.chanels: unknown key; did you mean model.channels?",
-        "-o model.channels=2: model.channels: found 2, expected whole number >= 4",
-    ]
+    wrong = ("data.delimeter=x", "model.chanels=1", "model.channels=2")
+    right = ("mean data.delimiter?", "mean model.channels?", "whole number >= 4")
+    for line, item, hint in zip(problems(file, *wrong), wrong, right, strict=True):
+        assert line.startswith(f"-o {item}: ") and hint in line
 
 
 def test_a_name_that_earlier_versions_registered_says_what_to_write(tmp_path: Path) -> None:
     text = TEXT.replace(f'"{DETECTOR}"', "blobs").replace("blobs.keys:BlobsSetConfig", "lines")
     for problem in problems(written(tmp_path, text.replace(f'"{LINES}"', "lines"))):
         if ": found " in problem:
-            assert "package.module:Name of another package (docs/extend.md)" in problem
+            assert "docs/extend.md" in problem
 
 
 def test_backbone_goes_by_name_into_ppyoloe(tmp_path: Path) -> None:

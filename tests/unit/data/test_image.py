@@ -32,7 +32,7 @@ def test_truncated_jpeg_with_thumbnail_is_refused(tmp_path, progressive):
     file.write_bytes(whole_file + b"trailing bytes are fine")
     assert read_image(file).shape == (300, 400, 3)
     file.write_bytes(whole_file[: len(whole_file) // 2])
-    with raises("image_truncated", str(file), "the JPEG data end early"):
+    with raises("image_truncated", str(file)):
         read_image(file)
 
 

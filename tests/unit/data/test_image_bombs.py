@@ -158,4 +158,4 @@ def test_a_worker_of_small_memory_survives_a_bomb(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(tmp_path / "bomb.png")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    assert "the PNG has 30000x30000 pixels" in done.stdout
+    assert "30000x30000" in done.stdout

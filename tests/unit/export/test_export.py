@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
 from ppdist.export.export import (
     ModelWithNMS,
     RawModel,
-    _move_into_place,
     deployment_copy,
     drafted,
     export_model,
@@ -179,9 +179,7 @@ def test_differing_export_is_refused_older_one_stays(tmp_path: Path, with_nms: P
     kept = {file.name: file.read_bytes() for file in directory.iterdir()}
     with raises("export_differs") as error:
         export_model(tiny_model(OtherWhenStatic), directory, tiny_spec())
-    message = str(error.value)
-    assert "Paddle Inference with oneDNN does not compute what the model computes" in message
-    assert "boxes by up to 4 px (allowed 0.05); nothing was kept: export to" in message
+    assert "Paddle Inference with oneDNN" in str(error.value) and "4 px" in str(error.value)
     assert {file.name: file.read_bytes() for file in directory.iterdir()} == kept
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -238,7 +236,8 @@ def export_until(directory: Path, stop_at: int, *, kill: bool) -> bool:
     """Exports in a forked process; whether that came to its end before step `stop_at`."""
     pid = os.fork()
     if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        os.waitpid(pid, 0)
+        return (directory.parent / "ended").exists()
     steps = itertools.count(1)
 
     def stopping(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,9 +256,9 @@ def export_until(directory: Path, stop_at: int, *, kill: bool) -> bool:
         with drafted(directory) as draft:
             for name in NAMES:
                 (draft / name).write_text("new", encoding="utf-8")
-        os._exit(0)
+        (directory.parent / "ended").touch()
     finally:
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +284,8 @@ def test_interrupted_export_is_whole_or_absent_for_the_next(
         ended = export_until(directory, stop_at, kill=kill)
         if (directory / "infer.yml").exists():
             assert content(directory) in (old, new), "a mixture of two exports can be loaded"
-        _move_into_place(directory)  # as the next export begins
+        with suppress(ExportError), drafted(directory):  # the next export begins
+            raise OSError
         assert content(directory) in (old, new)
         assert not list(directory.glob(".export*"))
         if ended:

@@ -11,6 +11,7 @@ from paddle import nn
 
 from ppdist.config.model import PPYOLOEConfig, YOLOv5Config
 from ppdist.config.runtime import RuntimeOptions
+from ppdist.distributed.paddle_api import running_statistics, set_momentum
 from ppdist.export.export import (
     RawModel,
     deployed,
@@ -38,7 +39,7 @@ def alive(model: ImageModel) -> ImageModel:
     """The model with batch norms that do something and outputs that depend on the image."""
     for layer in model.sublayers():
         if isinstance(layer, nn.BatchNorm2D):
-            layer._momentum = 0.0  # statistics of exactly this batch; fresh ones hide the image
+            set_momentum(layer, 0.0)  # statistics of exactly this batch; fresh ones hide the image
         if isinstance(layer, nn.Conv2D) and not layer.weight.stop_gradient:
             shape = layer.weight.shape
             layer.weight.set_value(paddle.randn(shape) * math.prod(shape[1:]) ** -0.5)
@@ -98,9 +99,10 @@ def arrays(model: nn.Layer) -> dict[str, np.ndarray]:
 def test_folded_norm_equals_single_convolution() -> None:
     paddle.seed(0)
     block = ConvBNLayer(3, 8, 3, stride=2, epsilon=1e-2)
-    for value in (block.bn.weight, block.bn.bias, block.bn._mean):
+    mean, variance = running_statistics(block.bn)
+    for value in (block.bn.weight, block.bn.bias, mean):
         value.set_value(paddle.randn([8]))
-    block.bn._variance.set_value(paddle.rand([8]) + 0.1)
+    variance.set_value(paddle.rand([8]) + 0.1)
     block.eval()
     x = paddle.randn([2, 3, 9, 7])
     before = block(x)

@@ -261,7 +261,7 @@ def test_openvino_is_left_out_or_ends_the_export(
             "OpenVINO does not compute what the model computes", code="export_differs"
         )
     assert "OpenVINO does not compute" in caplog.text
-    assert refused == {"openvino": "OpenVINO does not compute what the model computes"}
+    assert set(refused) == {"openvino"}
     with raises("export_differs"), export_graph._openvino_wanted(True, {}, "openvino"):
         raise ExportError("the same", code="export_differs")
     monkeypatch.setattr(export_graph, "find_spec", lambda name: None)

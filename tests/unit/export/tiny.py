@@ -10,6 +10,7 @@ import pytest
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig
 from ppdist.config.preprocess import ResizeSection
+from ppdist.distributed.paddle_api import momentum, running_statistics, set_momentum
 from ppdist.export.export import export_model
 from ppdist.export.spec import InferenceSpec, InputSection
 from ppdist.export.verify import unexplained_rows
@@ -42,13 +43,14 @@ def tiny_model(kind: type[PPYOLOE] = PPYOLOE, seed: int = 0, **options: Any) -> 
             layer.bias.set_value(-paddle.arange(bins, dtype="float32").tile([4]))
         norms = [x for x in model.sublayers() if isinstance(x, paddle.nn.BatchNorm2D)]
         for layer in norms:
-            layer._momentum = 0.0  # statistics of exactly this batch; fresh ones hide the image
+            set_momentum(layer, 0.0)  # statistics of exactly this batch; fresh ones hide the image
         model.train()
         model(model.normalize(paddle.to_tensor(pictures(4, 128, 128))))
         for layer in norms:
-            layer._momentum = 0.9
+            set_momentum(layer, 0.9)
             # A channel divided by little would make much of every rounding.
-            layer._variance.set_value(layer._variance.clip(min=0.2))
+            variance = running_statistics(layer)[1]
+            variance.set_value(variance.clip(min=0.2))
     return model
 
 
@@ -81,14 +83,14 @@ def tiny_classifier(kind: type[YOLOv5Classifier] = YOLOv5Classifier) -> YOLOv5Cl
         YOLOv5ClsConfig(width_multiple=0.125, depth_multiple=0.33, num_classes=7, dropout=0.5)
     )
     norms = [layer for layer in model.sublayers() if isinstance(layer, paddle.nn.BatchNorm2D)]
-    momenta = [layer._momentum for layer in norms]
+    momenta = [momentum(layer) for layer in norms]
     with paddle.no_grad():
         model.head.linear.weight.set_value(model.head.linear.weight * 5)
         for layer in norms:
-            layer._momentum = 0.0  # statistics of exactly this batch; fresh ones hide the image
+            set_momentum(layer, 0.0)  # statistics of exactly this batch; fresh ones hide the image
         model(model.normalize(paddle.to_tensor(pictures(4, 128, 128))))
-    for layer, momentum in zip(norms, momenta):
-        layer._momentum = momentum
+    for layer, value in zip(norms, momenta):
+        set_momentum(layer, value)
     return model
 
 

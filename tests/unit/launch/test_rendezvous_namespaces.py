@@ -23,8 +23,8 @@ def test_pulled_cable_ends_both_hosts_by_name(cable: Cable, cabled, record_prope
     begin = time.monotonic()
     one, other = ended(hosts, 150)
     assert (one.code, other.code) == (1, 1)
-    assert f"fleetrun: host {B}: no heartbeat for 60 s" in one.errors
-    assert f"fleetrun: host {A}: no heartbeat for 60 s" in other.errors
+    assert f"fleetrun: host {B}: no heartbeat" in one.errors
+    assert f"fleetrun: host {A}: no heartbeat" in other.errors
     took = time.monotonic() - begin
     record_property("figure", f"both ended after {took:.0f} s")
     assert took < 110

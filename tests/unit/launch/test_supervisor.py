@@ -119,9 +119,9 @@ def test_whichever_process_is_killed_nothing_is_left(job, victim: str) -> None:
     ended = running.host.ended()
     assert running.living() == [] and ended.code == 1
     if victim == "launcher":
-        assert f"Paddle's launcher (process {pids[victim]}) was killed by SIGKILL" in ended.errors
+        assert f"launcher (process {pids[victim]})" in ended.errors
     else:
-        assert "rank 1 failed first: it was killed by SIGKILL" in ended.errors
+        assert "rank 1 failed first" in ended.errors and "SIGKILL" in ended.errors
 
 
 @slow
@@ -230,7 +230,7 @@ def test_a_second_signal_ends_everything_at_once(job, name: str, code: int) -> N
     time.sleep(1.2)
     os.kill(running.pid, getattr(signal, name))
     ended = running.host.ended(worker.GRACE_SECONDS - 5)  # not only when their grace is over
-    assert ended.code == code and f"{name} again: the ranks were killed at once" in ended.errors
+    assert ended.code == code and f"{name} again" in ended.errors
     assert running.living() == []
 
 
@@ -252,11 +252,11 @@ if skip is None: time.sleep(300)
         attempts = [line.split() for line in Path(f"attempts{rank}").read_text().splitlines()]
         assert [words[:2] for words in attempts] == [["0", "None"], ["1", "None"], ["2", "7"]]
         assert len({words[2] for words in attempts}) == 1
-    assert ended.errors.count("rank 1 failed first: it was killed by SIGKILL") == 2
+    assert ended.errors.count("rank 1 failed first") == 2
     assert "in step 7 (host" in ended.errors
-    assert "fleetrun: restart 1 of 5 in 1 s, from the newest checkpoint" in ended.errors
-    assert "fleetrun: restart 2 of 5 in 2 s" in ended.errors
-    assert "; step 7 failed twice: its images are left out" in ended.errors
+    assert "restart 1 of 5" in ended.errors
+    assert "restart 2 of 5" in ended.errors
+    assert "step 7 failed twice" in ended.errors
     log = Path("log_a/workerlog.1").read_text().splitlines()
     assert [line.split(": ")[1] for line in log if line.startswith("---")][1:] == [
         "restart 1",

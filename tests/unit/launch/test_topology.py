@@ -314,7 +314,7 @@ def test_cards_of_another_kind_are_taken_as_named(typed: str, variables: dict[st
     assert told(made, "FLAGS_selected_npus") == "2 3"
     assert told(made, "PADDLE_DISTRI_BACKEND") == "xccl xccl"
     assert told(made, "PADDLE_XCCL_BACKEND") == "npu npu"
-    assert made.description == "2 processes on npu 2,3"
+    assert made.description.endswith("npu 2,3")
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "7"
 
 

@@ -51,14 +51,11 @@ def waited(ips: str, own: str | None, network: Network, seconds: float = 5.0) ->
 
 def test_a_name_is_waited_for_and_that_is_said_at_once() -> None:
     (said,) = waited("pod-0,pod-1", None, Names(pod_0=[A], pod_1=[None, None, B]))
-    assert said == (
-        "--ips: the name pod-1 has no IPv4 address on this machine; give its IPv4 address, or add "
-        "it to /etc/hosts on every host; waiting for that to change (0 s)"
-    )
+    assert said.startswith("--ips: ") and "pod-1" in said and said.endswith("(0 s)")
 
 
 def test_name_never_resolved_is_error_in_the_end() -> None:
-    with raises("ips_not_settled", "pod-1 has no IPv4 address", "0.05"):
+    with raises("ips_not_settled", "pod-1", "0.05"):
         waited("pod-0,pod-1", None, Names(pod_0=[A]), 0.05)
 
 
@@ -75,8 +72,8 @@ def test_addresses_are_not_waited_for(own: str | None, monkeypatch: pytest.Monke
 def test_two_names_of_one_address_are_waited_for() -> None:
     """A pod has the address that another one had, whose name is still known by it."""
     said = waited("pod-0,pod-1", B, Names(pod_0=[B, B, A], pod_1=[B]))
-    assert said and said[0].startswith(f"--ips: pod-1 and pod-0 are both {B}")
-    with raises("ips_repeated", "pod-0 and pod-0 are both", str(A)):
+    assert said and all(each in said[0] for each in ("pod-1", "pod-0", B))
+    with raises("ips_repeated", "pod-0", str(A)):
         waited("pod-0,pod-0", None, Names(pod_0=[A]), 60)
 
 
@@ -96,7 +93,7 @@ def started(monkeypatch, tmp_path, network: Network, received: Sequence[int] = (
 def test_a_signal_ends_the_waiting_with_75(tmp_path, monkeypatch, capfd) -> None:
     assert started(monkeypatch, tmp_path, Names(), [signal.SIGTERM]) == 75
     finish()
-    assert "stopped by SIGTERM before any rank of this attempt began" in capfd.readouterr().err
+    assert "stopped by SIGTERM" in capfd.readouterr().err
 
 
 def test_ranks_get_the_addresses_that_hosts_say_of_themselves(tmp_path, monkeypatch) -> None:

@@ -60,12 +60,9 @@ def test_a_stopped_rank_is_named_on_all_hosts(
     print(f"all hosts ended {time.monotonic() - began:.1f} s after SIGSTOP", ends[1].errors)
     for end in ends:
         assert end.code == 1
-        assert (
-            f"rank {stopped} (host " in end.errors
-            and f", pid {pid}) has made no progress" in end.errors
-        )
+        assert f"rank {stopped} (host " in end.errors and f", pid {pid})" in end.errors
         assert "stopped (SIGSTOP), in " in end.errors
-        assert "No host knows a cause" not in end.errors
+        assert "No host knows" not in end.errors
 
 
 def test_a_network_away_for_20_seconds_is_survived(

@@ -8,9 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.config.loss import PPYOLOELossConfig
 from ppdist.losses.base import LossOutput, Teaching, Term
-from ppdist.losses.base import LossOutput
 from ppdist.losses.distillation import (
     SURE,
     channel_wise_distillation,

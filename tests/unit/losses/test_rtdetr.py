@@ -4,15 +4,8 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.config.loss import RTDETRLossConfig
 from ppdist.losses.base import LossOutput, Teaching, Term
-from ppdist.losses.boxes import aligned_giou, aligned_iou, cxcywh_to_xyxy, xyxy_to_cxcywh
-from ppdist.losses.matcher import Truth, hungarian_matcher, matching_cost
-from ppdist.losses.rtdetr import DDF_TEMPERATURE, RTDETRLoss, fine_grained_localization_loss
-from ppdist.models.outputs import BINS, Denoised, Refined, RTDETROutputs
-from ppdist.losses.base import LossOutput
 from ppdist.losses.boxes import aligned_giou, cxcywh_to_xyxy
-from ppdist.losses.distillation import Teaching, Term
 from ppdist.losses.rtdetr import fine_grained_localization_loss
 from ppdist.models.outputs import RTDETROutputs
 from tests.unit.losses.cases import (

@@ -21,9 +21,8 @@ def test_a_continued_and_killed_run_is_not_finished(ending: str, tmp_path: Path)
     ]
     text += "".join(json.dumps(record) + "\n" for record in records)
     (run / "metrics.jsonl").write_text(text, encoding="utf-8")
-    assert status_of(read_run(run)) == (
-        "not finished", "last record at step 240 of 1000; --resume continues it",
-    )  # fmt: skip
+    state, why = status_of(read_run(run))
+    assert state == "not finished" and "step 240 of 1000" in why
 
 
 def test_the_best_is_none_that_was_taken_back(tmp_path: Path) -> None:
@@ -38,7 +37,7 @@ def test_the_best_is_none_that_was_taken_back(tmp_path: Path) -> None:
         file.writelines(json.dumps(record) + "\n" for record in records)
     found = read_run(run)
     assert found.best and found.best["step"] == 160
-    assert list(show(found).happened)[-1] == f"Rolled back from step 260 to step 180: {reason}."
+    assert reason in list(show(found).happened)[-1]
 
 
 def test_records_without_epochs_have_a_page(tmp_path: Path) -> None:

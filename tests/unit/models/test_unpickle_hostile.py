@@ -78,7 +78,7 @@ CALLS = {
     "operator.attrgetter": lambda command: (operator.attrgetter, ("system",)),
     "operator.methodcaller": lambda command: (operator.methodcaller, ("system", command)),
     "importlib.import_module": lambda command: (__import__("importlib").import_module, ("this",)),
-    "pickle.loads": lambda command: (pickle._loads, (b"cos\nsystem\n.",)),
+    "pickle.loads": lambda command: (pickle.loads, (b"cos\nsystem\n.",)),
     "numpy.load": lambda command: (np.load, ("evil.npy", None, True)),
 }
 
@@ -116,7 +116,7 @@ def test_a_partial_call_stays_a_description(tmp_path: Path, monkeypatch) -> None
 def test_a_call_in_place_of_a_parameter_is_refused(tmp_path, monkeypatch) -> None:
     torch = FakeTorch(monkeypatch)
     model = torch.module("models.yolo", "DetectionModel")
-    model._parameters["weight"] = Reduced(os.system, (touch(tmp_path),))
+    vars(model)["_parameters"]["weight"] = Reduced(os.system, (touch(tmp_path),))
     assert "asks to run posix.system" in refused(
         torch.save(tmp_path / "evil.pt", {"model": model}), "weights_unsafe"
     )
@@ -194,7 +194,7 @@ def test_names_shown_cut_without_control_characters(tmp_path: Path) -> None:
     message = refused(zip_of(tmp_path / "evil.pt", dict_of(evil), []), "weights_unsafe")
     assert r"os.\x1b[2J\u202exxx" in message
     (tmp_path / "keys.pdparams").write_bytes(pickle.dumps({"\x1b[2J": SIX}))
-    assert r"an entry is called '\x1b[2J'" in refused(tmp_path / "keys.pdparams", "weights_damaged")
+    assert r"'\x1b[2J'" in refused(tmp_path / "keys.pdparams", "weights_damaged")
 
 
 BAD_TENSORS = {

@@ -44,9 +44,9 @@ def model_of(monkeypatch: pytest.MonkeyPatch):
             *path, name = key.split(".")
             module = root
             for part in path:
-                if part not in module._modules:
+                if part not in dict(module.named_children()):
                     module.add_module(part, yolo.Conv())
-                module = module._modules[part]
+                module = module.get_submodule(part)
             tensor = torch.tensor(array)
             if name in ("weight", "bias"):
                 module.register_parameter(name, torch.nn.Parameter(tensor))

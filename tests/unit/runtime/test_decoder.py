@@ -123,7 +123,7 @@ def test_files_of_very_many_parts_are_refused() -> None:
         jpeg[:2] + b"\xff\xfe\0\2" * 300_000 + jpeg[2:],
     ):
         found = damage(content)
-        assert found is not None and "has more than 262144 parts" in found.text
+        assert found is not None and "262144 parts" in found.text
 
 
 def test_other_kinds_claim_no_more_than_they_hold() -> None:
@@ -153,7 +153,7 @@ def test_other_kinds_claim_no_more_than_they_hold() -> None:
 def test_a_png_of_two_sizes_is_refused() -> None:
     plain = encoded("RGB", "PNG")
     found = damage(plain[:33] + plain[8:33] + plain[33:])
-    assert found is not None and found.text == "the PNG has several sizes"
+    assert found is not None and "several sizes" in found.text
 
 
 RGB_32, BGR_32 = (0xFF, 0xFF00, 0xFF0000), (0xFF0000, 0xFF00, 0xFF)

@@ -43,8 +43,7 @@ class Store:
 
 
 @pytest.fixture
-def use(monkeypatch, tmp_path):
-    monkeypatch.setattr(stores, "_settings", stores._Settings())
+def use(monkeypatch, tmp_path, as_at_start):
     monkeypatch.setattr(retry, "_FIRST_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(retry, "_START_SECONDS", 0.1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -166,10 +165,9 @@ def test_cache_answers_for_the_same_identity_alone(marks, use, monkeypatch):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_http_is_asked_once_for_content_and_identity(whole, tmp_path, monkeypatch):
+def test_http_is_asked_once_for_content_and_identity(whole, tmp_path, as_at_start, monkeypatch):
     """And once, for the identity alone, for what is kept."""
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(stores, "_settings", stores._Settings())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     stores.use(1 << 20, 5.0)
     span = () if whole else (2, 3)

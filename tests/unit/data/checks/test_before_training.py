@@ -168,7 +168,7 @@ def test_a_check_says_how_far_it_is(home, broken, monkeypatch, caplog):
     monkeypatch.setattr(store, "_REPORT_SECONDS", 0.0)
     caplog.set_level(logging.INFO, "ppdist.data")
     _check(broken)
-    assert "data check: 2 of 2" in caplog.text and "ETA 0s" in caplog.text
+    assert "2 of 2" in caplog.text and "ETA 0s" in caplog.text
 
 
 def test_files_are_looked_at_by_many_threads():

@@ -29,13 +29,17 @@ from tests.unit.data.sets import (
 )
 
 
+def keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is read in no time, and has just changed."""
+    monkeypatch.setattr(annotation_cache, "_SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(annotation_cache, "_SETTLED_SECONDS", -60.0)
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the cache, which keeps also what is read in no time and has just changed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(annotation_cache, "_SHORT_SECONDS", 0.0)
-    monkeypatch.setattr(annotation_cache, "_SETTLED_SECONDS", -60.0)
-    annotation_cache._say_once.cache_clear()
+    keep_all(monkeypatch)
     return tmp_path / "cache" / "ppdist"
 
 
@@ -204,7 +208,7 @@ def test_cache_that_cannot_be_written_is_done_without(
 def of_ranks(root: str) -> list[str]:
     """The files that a rank has its set from: with the root of the others, and with its own."""
     comm.init("cpu", DistributedConfig())
-    annotation_cache._SHORT_SECONDS, annotation_cache._SETTLED_SECONDS = 0.0, -60.0
+    keep_all(pytest.MonkeyPatch())
     os.environ["XDG_CACHE_HOME"] = f"{root}/cache"
     config, files = coco_config(Path(root)), []
     for place in (root, f"{root} of rank {comm.rank()}"):

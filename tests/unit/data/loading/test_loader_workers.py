@@ -219,7 +219,7 @@ def test_batch_killing_three_workers_ends_run(folder, monkeypatch):
     with pytest.raises(RuntimeError) as caught:
         list(one)
     text = str(caught.value)
-    assert text.startswith("3 workers in a row") and "SIGKILL" in text and "data.workers" in text
+    assert text.startswith("3 workers") and "SIGKILL" in text and "data.workers" in text
     assert not one.worker_ids
 
 

@@ -11,6 +11,7 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
+from ppdist.distributed.paddle_api import momentum, running_statistics
 from ppdist.engine.build import build_model
 from ppdist.lab.ensemble.model_soup import LastEpoch, renew_statistics
 from tests.distributed import run_on_ranks
@@ -34,13 +35,14 @@ def prepared(folder: Path, images: int = 100, overrides: tuple[str, ...] = ()):
     config = tiny_config(folder, [*written, *overrides])
     model = build_model(config)
     for layer in norms_of(model):
-        layer._mean.set_value(layer._mean + 3.0)
+        mean, _ = running_statistics(layer)
+        mean.set_value(mean + 3.0)
     train_set = read_split(config.data, "train", 3)
     return model, LastEpoch(config, train_set, images)
 
 
 def statistics(model) -> list[np.ndarray]:
-    return [t.numpy().copy() for layer in norms_of(model) for t in (layer._mean, layer._variance)]
+    return [t.numpy().copy() for layer in norms_of(model) for t in running_statistics(layer)]
 
 
 def digest(folder):
@@ -70,8 +72,8 @@ def test_statistics_are_means_over_images(folder: Path) -> None:
         assert [count for count, *_ in batches] == [2, 2, 2, 1]
         mean = sum(count * mean for count, mean, _ in batches) / IMAGES
         variance = sum(count * variance for count, _, variance in batches) / IMAGES
-        np.testing.assert_allclose(layer._mean.numpy(), mean, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(layer._variance.numpy(), variance, rtol=1e-3, atol=1e-5)
+        for got, want in zip(running_statistics(layer), (mean, variance)):
+            np.testing.assert_allclose(got.numpy(), want, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -85,11 +87,11 @@ def test_the_model_trains_on_as_before(folder: Path) -> None:
     model, epoch = prepared(folder, images=3)
     weights = {key: value.numpy().copy() for key, value in model.named_parameters()
                if not value.stop_gradient}  # fmt: skip
-    momenta = [layer._momentum for layer in norms_of(model)]
+    momenta = [momentum(layer) for layer in norms_of(model)]
     renew_statistics(model, epoch)
     assert (epoch.count, epoch.images) == (2, 4), "whole micro-batches"
     assert not any(layer.training for layer in model.sublayers(include_self=True))
-    assert [layer._momentum for layer in norms_of(model)] == momenta and 0.0 not in momenta
+    assert [momentum(layer) for layer in norms_of(model)] == momenta and 0.0 not in momenta
     named = dict(model.named_parameters())
     assert all((named[key].numpy() == value).all() for key, value in weights.items())
 

@@ -30,7 +30,7 @@ def test_complete_settings_come_first_and_failed_ones_last() -> None:
         "1 fail, 3 complete", "9.5", "4.0", "0.5100 ± 0.0100", "0.5200",
     ]  # fmt: skip
     assert settings[1].cells()[5] == "0.9500" and not settings[1].is_complete
-    assert settings[2].cells()[2:] == ["1 fail: exit code 2", "", "", "", ""]
+    assert "exit code 2" in settings[2].cells()[2] and not any(settings[2].cells()[3:])
 
 
 def test_of_a_loss_lower_is_better() -> None:
