@@ -22,7 +22,6 @@ from ppdist.cpu.switch import use_onednn
 from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
 from ppdist.export.export import (
     ModelWithNMS,
-    RawModel,
     deployment_copy,
     drafted,
     export_model,
@@ -44,8 +43,6 @@ from tests.unit.export.tiny import (
     tiny_model,
     tiny_spec,
 )
-
-Picture = Callable[..., np.ndarray]
 
 
 @pytest.fixture(scope="module")
@@ -137,18 +134,6 @@ def assert_untouched(model: PPYOLOE, fresh: PPYOLOE) -> None:
     assert [(type(layer), layer.training) for layer in model.sublayers()] == expected
 
 
-@pytest.mark.slow
-def test_fixed_shape_graph_gives_same_output(tmp_path: Path, model: PPYOLOE) -> None:
-    plain = deployment_copy(model)
-    with paddle.no_grad():
-        expected = RawModel(plain)(paddle.to_tensor(pictures(1)))
-    fixed = tiny_spec(dynamic_batch=False, dynamic_size=False).input
-    save_graph(RawModel(plain), tmp_path, fixed)
-    graph = load_graphs(tmp_path)["Paddle Inference without oneDNN"]
-    for got, true in zip(graph(pictures(1)), expected):
-        assert np.abs(got - true.numpy()).max() < 1e-3
-
-
 def test_deploy_copy_has_plain_convs_and_eval_norms() -> None:
     model = tiny_model()
     plain = [type(layer) for layer in model.sublayers()]
@@ -162,26 +147,6 @@ def test_deploy_copy_has_plain_convs_and_eval_norms() -> None:
     assert [type(layer) for layer in copied.sublayers()] == plain
     assert not any(layer.training for layer in copied.sublayers())
     assert [type(layer) for layer in model.sublayers()] == training
-
-
-class OtherWhenStatic(PPYOLOE):
-    """A model whose static graph computes something else."""
-
-    def decode(self, outputs: Any) -> tuple[paddle.Tensor, paddle.Tensor]:
-        scores_BNC, boxes_BN4 = super().decode(outputs)
-        return scores_BNC, boxes_BN4 + (0.0 if paddle.in_dynamic_mode() else 4.0)
-
-
-@pytest.mark.slow
-def test_differing_export_is_refused_older_one_stays(tmp_path: Path, with_nms: Path) -> None:
-    directory = tmp_path / "model"
-    shutil.copytree(with_nms, directory)
-    kept = {file.name: file.read_bytes() for file in directory.iterdir()}
-    with raises("export_differs") as error:
-        export_model(tiny_model(OtherWhenStatic), directory, tiny_spec())
-    assert "Paddle Inference with oneDNN" in str(error.value) and "4 px" in str(error.value)
-    assert {file.name: file.read_bytes() for file in directory.iterdir()} == kept
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_folder_that_is_no_export_is_not_replaced(tmp_path: Path, model: PPYOLOE) -> None:

@@ -19,7 +19,7 @@ from ppdist.export.predictor import (
     open_exported,
     prepare_centre,
 )
-from ppdist.export.spec import InferenceSpec, read_spec, write_spec
+from ppdist.export.spec import read_spec, write_spec
 from ppdist.models.yolov5 import YOLOv5Classifier
 from tests.errors import raises
 from tests.unit.export.tiny import (
@@ -104,13 +104,6 @@ def test_differing_export_is_refused_older_one_stays(exported: Path, tmp_path: P
         export_model(tiny_classifier(OtherWhenStatic), directory, classifier_spec())
     assert {file.name: file.read_bytes() for file in directory.iterdir()} == kept
     assert list(tmp_path.iterdir()) == [directory]
-
-
-@pytest.mark.parametrize("spec", [classifier_spec(), tiny_spec()], ids=["classes", "boxes"])
-def test_infer_yml_read_again_is_what_was_written(spec: InferenceSpec, tmp_path: Path) -> None:
-    write_spec(tmp_path, spec)
-    assert read_spec(tmp_path) == spec
-    assert (spec.resize.map_back is None) == (spec.task == "classify")
 
 
 def test_infer_yml_reads_alike_as_json_and_yaml(tmp_path: Path) -> None:

@@ -7,13 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cv2
 import numpy as np
 import paddle
 import pytest
 from pydantic import ValidationError
 
-from ppdist.cli import predict
 from ppdist.common.errors import ExportError
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.export.export import deployment_copy
@@ -22,7 +20,6 @@ from ppdist.export.predictor import (
     ExportedPredictor,
     graph_input,
     open_graph,
-    prepare,
 )
 from ppdist.export.spec import InferenceSpec, read_spec, write_spec
 from ppdist.lab.benchmark import latency
@@ -268,25 +265,6 @@ def test_pictures_are_those_that_can_be_read(tmp_path: Path) -> None:
     with raises("no_good_image", "gone.jpg"):
         record = SimpleNamespace(path=tmp_path / "gone.jpg")
         pictures_of(SimpleNamespace(records=[record]))  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["paddle", "onnx"])
-def test_the_tool_runs_an_export_in_either_runtime(
-    exported: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if backend not in FORMATS:
-        pytest.skip("needs paddle2onnx and onnxruntime")
-    image_HW3 = pictures_of(None)[0]
-    cv2.imwrite(str(tmp_path / "a.png"), image_HW3[:, :, ::-1])
-    where = ["--source", str(tmp_path / "a.png"), "--out", str(tmp_path / "out")]
-    command = ["infer.py", "--model", str(exported), "--backend", backend, "--threads", "2"]
-    monkeypatch.setattr(sys, "argv", [*command, "--threshold", "0.3", *where])
-    assert predict.main() == 0
-    found = json.loads((tmp_path / "out" / "detections.json").read_text(encoding="utf-8"))
-    best = max(found["annotations"], key=lambda one: one["score"])
-    expected = ExportedPredictor(exported)(prepare(image_HW3, SIZE)[None])[0]
-    assert best["score"] == pytest.approx(expected[:, 1].max(), abs=1e-4)
 
 
 @pytest.mark.slow

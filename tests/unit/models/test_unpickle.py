@@ -51,12 +51,6 @@ def test_whole_checkpoint_gives_its_model_tensors(torch: FakeTorch, tmp_path) ->
     assert "models.yolo" not in sys.modules
 
 
-def test_ema_weights_preferred_to_plain_weights(torch: FakeTorch, tmp_path) -> None:
-    averaged = {"model.0.conv.weight": np.full([2, 2], 9, "float32")}
-    checkpoint = {"model": torch.model(ARRAYS), "ema": torch.model(averaged)}
-    assert_equal(read_arrays(torch.save(tmp_path / "last.pt", checkpoint)), averaged)
-
-
 @pytest.mark.parametrize("wrap", ["nothing", "model", "state_dict", "ema", "model_state_dict",
                                   "net", "module", "weights", "params"])  # fmt: skip
 def test_state_dicts_are_found_where_people_put_them(torch: FakeTorch, tmp_path, wrap) -> None:

@@ -12,13 +12,11 @@ import pytest
 from pydantic import ValidationError
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import YOLOv5Config
 from ppdist.config.parse import parse_config
 from ppdist.cpu import onednn
 from ppdist.cpu.switch import self_check, use_onednn
 from ppdist.distributed.paddle_api import epsilon, momentum
-from ppdist.export.spec import InferenceSpec, InputSection
 from ppdist.models.build import build_model
 from ppdist.models.layers import ConvBNLayer
 from ppdist.models.outputs import YOLOv5Outputs
@@ -78,25 +76,6 @@ def test_decoded_predictions_are_the_original_s(size: str, shared_dir: Path) -> 
     np.testing.assert_allclose(xywh, want[:, :4], rtol=0, atol=1e-2)
     scores = want[:, 4:5] * want[:, 5:]
     np.testing.assert_allclose(scores_BNC.numpy()[0, where], scores, rtol=0, atol=2e-5)
-
-
-def test_the_key_table_names_every_entry_once() -> None:
-    p5, p6 = tiny("n").official_keys(), tiny("n6").official_keys()
-    for table, last in ((p5, 24), (p6, 33)):
-        assert len(set(table.values())) == len(table)
-        rows = {int(name.split(".")[1]) for name in table.values()}
-        assert max(rows) == last and {0, 1, 2} <= rows
-    assert p5["backbone.stem.conv.weight"] == "model.0.conv.weight"
-    assert p5["backbone.stage4.blocks.0.conv2.bn._variance"] == "model.6.m.0.cv2.bn.running_var"
-    assert p5["backbone.sppf.conv2.bn._mean"] == "model.9.cv2.bn.running_mean"
-    assert p5["neck.topdown4.conv3.conv.weight"] == "model.13.cv3.conv.weight"
-    assert p5["neck.down5.conv.weight"] == "model.21.conv.weight"
-    assert p5["head.predict5.bias"] == "model.24.m.2.bias"
-    assert p6["backbone.sppf.conv1.conv.weight"] == "model.11.cv1.conv.weight"
-    assert p6["neck.topdown5.conv1.conv.weight"] == "model.15.cv1.conv.weight"
-    assert p6["neck.bottomup6.conv1.conv.weight"] == "model.32.cv1.conv.weight"
-    assert p6["head.predict6.weight"] == "model.33.m.3.weight"
-    assert p6["head.anchors"] == "model.33.anchors"
 
 
 def test_norms_have_0_97_momentum_and_0_001_epsilon() -> None:
@@ -220,10 +199,3 @@ def test_convolutions_on_onednn_compute_the_same() -> None:
     model = build_model(YOLOv5Config(size="n"))
     assert self_check(model) is None
     assert use_onednn(model) == 60
-
-
-def description(size: tuple[int, int]) -> InferenceSpec:
-    return InferenceSpec(
-        model="tiny", input=InputSection(size=size), nms=NMSConfig(score_threshold=0.3),
-        class_names=("red", "green", "blue"), category_ids=(1, 2, 3),
-    )  # fmt: skip

@@ -20,7 +20,7 @@ class Sick:
 
         def ask(path, what, seconds=None, **arguments):
             key = (str(path), *arguments.values())
-            of_image = what == "cat_file" and addresses.url_of(path).endswith((".jpg", ".tar"))
+            of_image = what == "cat_file" and addresses.absolute(path).endswith((".jpg", ".tar"))
             if of_image and only in str(path) and not self.well.is_set():
                 self.asked[key] += 1
                 if self.asked[key] <= times:

@@ -59,31 +59,9 @@ def test_fused_boxes_are_what_the_paper_says(seed) -> None:
     np.testing.assert_allclose(found_K4, [box for box, _ in expected], rtol=1e-12)
 
 
-def test_the_score_is_the_papers() -> None:
-    box = np.array([[0.0, 0, 10, 10]])
-    for count in (1, 2, 3, 5):
-        scores_R = np.linspace(0.3, 0.9, count)
-        boxes_R4 = np.repeat(box, count, axis=0)
-        found_K4, found_K = weighted_fusion(boxes_R4, scores_R, 3, 0.55)
-        np.testing.assert_allclose(found_K4, box)
-        np.testing.assert_allclose(found_K, [scores_R.mean() * min(count, 3) / 3])
-
-
-def test_a_fused_box_lies_where_the_surer_boxes_are() -> None:
-    boxes_R4 = np.array([[0.0, 0, 10, 10], [2.0, 0, 12, 10]])
-    found_K4, found_K = weighted_fusion(boxes_R4, np.array([0.9, 0.3]), 2, 0.5)
-    np.testing.assert_allclose(found_K4, [[0.5, 0, 10.5, 10]])
-    np.testing.assert_allclose(found_K, [0.6])
-
-
 def test_what_one_member_found_is_half_as_sure() -> None:
     boxes_R4, scores_R = np.array([[0.0, 0, 5, 5]]), np.array([0.8])
     assert weighted_fusion(boxes_R4, scores_R, 2, 0.55)[1].tolist() == [0.4]
-
-
-def test_no_boxes_give_no_boxes() -> None:
-    boxes_K4, scores_K = weighted_fusion(np.zeros((0, 4)), np.zeros(0), 1, 0.55)
-    assert boxes_K4.shape == (0, 4) and scores_K.shape == (0,)
 
 
 def test_scores_and_boxes_stay_within_bounds() -> None:

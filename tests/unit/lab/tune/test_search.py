@@ -1,6 +1,5 @@
 """The loop of a study, with trainings that only say what they measured (fake_train.py)."""
 
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from ppdist.lab.tune.results import read_rows
 from ppdist.lab.tune.store import Claim, Store, Waiting
 from ppdist.lab.tune.trial import write_past
 from tests.errors import raises
-from tests.unit.lab.tune.studies import GRID, LAUNCHER, SEARCH, search_in, study_of, write_study
+from tests.unit.lab.tune.studies import GRID, LAUNCHER, search_in, study_of, write_study
 
 pytest.importorskip("optuna")
 
@@ -211,12 +210,3 @@ def test_no_training_outlives_an_error_of_the_search(
     store.close()
     for file in (tmp_path / "out").glob("trials/*/starts"):
         assert not lives(int(file.read_text(encoding="utf-8")))
-
-
-@pytest.mark.slow
-def test_a_search_draws_a_setting_for_each_trial(tmp_path: Path) -> None:
-    store = Store(tmp_path / "out", study_of(tmp_path, SEARCH.replace("6", "20")))
-    assert search_in(store, workers=2)[0].run() == 0
-    store.close()
-    params = [json.dumps(row["params"]) for row in read_rows(tmp_path / "out")]
-    assert len(set(params)) == 20

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
-from ppdist.lab.tune.store import Claim, Store, StudyLock, Waiting
+from ppdist.lab.tune.store import Claim, Store, Waiting
 from ppdist.lab.tune.trial import grid
 from tests.errors import raises
 from tests.unit.lab.tune.studies import EXPERIMENT, GRID, SEARCH, study_of, write_study
@@ -52,19 +52,6 @@ def taken(store: Store) -> Claim:
     found = claim(store)
     assert isinstance(found, Claim)
     return found
-
-
-@pytest.mark.slow
-def test_processes_never_get_the_same_cell(tmp_path: Path) -> None:
-    study = write_study(tmp_path, GRID.replace("[0, 1]", "[0, 1, 2, 3, 4, 5, 6, 7]"))
-    processes = [claimant(study, tmp_path / "out", 3) for _ in range(2)]
-    for process in processes:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for process in processes:
-        go(process)
-    lines = [line for each in processes for line in each.communicate(timeout=60)[0].splitlines()]
-    cells = [line.split(" ", 1)[1] for line in lines]
-    assert len(cells) == 16 and len(set(cells)) == 16
 
 
 def test_trials_of_a_killed_process_are_adopted(tmp_path: Path) -> None:
@@ -210,25 +197,6 @@ def test_halving_ends_what_is_worse_than_the_best_third(tmp_path: Path) -> None:
     assert hopeless == [False, True, True, True, True, True]
     assert not store.report(0, {1: 0.9, 2: 0.9})  # nothing new
     store.close()
-
-
-def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
-    hold = "import sys; from pathlib import Path; from ppdist.lab.tune.store import StudyLock; "
-    hold += (
-        "StudyLock(Path(sys.argv[1])).acquire(); print('held', flush=True); sys.stdin.readline()"
-    )
-    other = subprocess.Popen(
-        [sys.executable, "-c", hold, str(tmp_path / "x.lock")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        cwd=Path(__file__).resolve().parents[4],
-    )  # fmt: skip
-    assert other.stdout is not None and other.stdout.readline() == "held\n"
-    lock = StudyLock(tmp_path / "x.lock")
-    assert not lock.try_acquire()
-    other.kill()
-    other.wait()
-    assert lock.try_acquire()
-    lock.close()
 
 
 def half_a_line(lines: list[bytes]) -> list[bytes]:
