@@ -72,15 +72,6 @@ def test_a_cut_file_goes_on_where_it_stopped(server, tmp_path):
     assert "after 300000 of 524288" in said[0]
 
 
-def test_a_later_start_goes_on_too(server, tmp_path):
-    file = tmp_path / "a.pt"
-    cut_off(server, file)
-    assert left(tmp_path) == ["a.pt.part", "a.pt.part.json"]
-    download(f"{server.url}/a.pt", file)
-    assert server.asked[-1] == ("/a.pt", "bytes=300000-")
-    assert file.read_bytes() == CONTENT and left(tmp_path) == ["a.pt"]
-
-
 def test_a_part_that_is_whole_is_not_fetched_again(server, tmp_path):
     cut_off(server, tmp_path / "a.pt")
     (tmp_path / "a.pt.part").write_bytes(CONTENT)

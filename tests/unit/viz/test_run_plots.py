@@ -111,12 +111,6 @@ def test_a_run_without_evaluation_has_its_curves_alone(tmp_path):
     assert names(draw_run(write(tmp_path, records))) == OF_METRICS
 
 
-@pytest.mark.slow
-def test_an_evaluation_alone_has_its_pictures(tmp_path):
-    run = write(tmp_path, None, detected(tmp_path, 2))
-    assert names(draw_run(run, image_folders=[tmp_path])) == OF_EVALUATION
-
-
 def test_an_empty_folder_gives_no_picture(tmp_path, caplog):
     assert draw_run(tmp_path) == []
     assert not caplog.records
@@ -135,14 +129,6 @@ def test_a_classifier_has_no_background(tmp_path):
     assert names(paths) == [*OF_METRICS, "confusion.png"]
     labels = [text.get_text() for text in plots.confusion(found).axes[0].get_xticklabels()]
     assert len(labels) == 3
-
-
-@pytest.mark.slow
-def test_classes_without_room_have_no_names(tmp_path):
-    found = detected(tmp_path / "images", 300, images=2)
-    run = write(tmp_path, None, found)
-    assert names(draw_run(run, image_folders=[tmp_path])) == OF_EVALUATION
-    assert "cells" in found["confusion"]
 
 
 def test_the_matrix_has_shares_of_rows_and_counts():
