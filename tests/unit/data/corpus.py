@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from ppdist.config.data import DataConfig, SplitConfig
+from tests.unit.data.sets import voc_xml
 
 SIZE = 64, 48  # width, height of nearly all images
 NAMES = ("cat", "dog", "bird")
@@ -172,11 +173,7 @@ def write_dirty_voc(root: Path) -> DataConfig:
     size."""
     for number in range(5):
         write_picture(root / "images" / f"{number}.jpg", number)
-    entry = (
-        "<annotation><filename>{0}.jpg</filename><size><width>64</width><height>48</height></size>"
-        "<object><name>{1}</name><bndbox><xmin>1</xmin><ymin>2</ymin><xmax>20</xmax>"
-        "<ymax>30</ymax></bndbox></object></annotation>"
-    )
+    entry = voc_xml("{0}.jpg", [("{1}", (1, 2, 20, 30))])
     folder = root / "Annotations"
     folder.mkdir()
     (folder / "0.xml").write_text(entry.format(0, "cat"), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -82,22 +83,28 @@ def sharded(root: Path, out: Path, shard_bytes: int = 12_000) -> DataConfig:
     return coco_config(out)
 
 
+def voc_xml(
+    name: str, things: Iterable[tuple[str, Sequence[float]]], size: tuple[int, int] = (64, 48)
+) -> str:
+    """An image's annotation in Pascal VOC; things: class names and corners in pixels."""
+    objects = "".join(
+        f"<object><name>{kind}</name><bndbox><xmin>{x1!r}</xmin><ymin>{y1!r}</ymin>"
+        f"<xmax>{x2!r}</xmax><ymax>{y2!r}</ymax></bndbox></object>"
+        for kind, (x1, y1, x2, y2) in things
+    )
+    sides = f"<size><width>{size[0]}</width><height>{size[1]}</height></size>"
+    return f"<annotation><filename>{name}</filename>{sides}{objects}</annotation>"
+
+
 def write_voc(raw: RawSet, root: Path, split: str) -> None:
     """A split as Pascal VOC has it: images/, Annotations/, ImageSets/Main/SPLIT.txt, names."""
     for folder in ("images", "Annotations", "ImageSets/Main"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     for image in raw.images:
         shutil.copyfile(image.path, root / "images" / image.path.name)
-        things = "".join(
-            f"<object><name>{raw.class_names[thing.label]}</name><bndbox><xmin>{thing.box[0]!r}"
-            f"</xmin><ymin>{thing.box[1]!r}</ymin><xmax>{thing.box[2]!r}</xmax>"
-            f"<ymax>{thing.box[3]!r}</ymax></bndbox></object>"
-            for thing in image.objects
-        )
-        (root / "Annotations" / f"{image.path.stem}.xml").write_text(
-            f"<annotation><filename>{image.path.name}</filename><size><width>{image.width}</width>"
-            f"<height>{image.height}</height></size>{things}</annotation>"
-        )
+        things = [(raw.class_names[thing.label], thing.box) for thing in image.objects]
+        text = voc_xml(image.path.name, things, (image.width, image.height))
+        (root / "Annotations" / f"{image.path.stem}.xml").write_text(text)
     stems = [f"{image.path.stem}\n" for image in raw.images]
     (root / "ImageSets" / "Main" / f"{split}.txt").write_text("".join(stems))
     (root / "label_list.txt").write_text("\n".join(raw.class_names))

@@ -11,7 +11,7 @@ from paddle import nn
 
 from ppdist.config.model import PPYOLOEConfig, YOLOv5Config
 from ppdist.config.runtime import RuntimeOptions
-from ppdist.distributed.paddle_api import running_statistics, set_momentum
+from ppdist.distributed.paddle_api import set_momentum
 from ppdist.export.export import (
     RawModel,
     deployed,
@@ -21,7 +21,6 @@ from ppdist.export.export import (
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor
 from ppdist.export.spec import read_spec
 from ppdist.models.base import ImageModel
-from ppdist.models.layers import ConvBNLayer
 from ppdist.models.model_card import normalisation_of
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5
@@ -94,23 +93,6 @@ def test_deployed_model_without_batch_norm_is_equal(kind: str, takes: str) -> No
 
 def arrays(model: nn.Layer) -> dict[str, np.ndarray]:
     return {key: value.numpy() for key, value in model.state_dict().items()}
-
-
-def test_folded_norm_equals_single_convolution() -> None:
-    paddle.seed(0)
-    block = ConvBNLayer(3, 8, 3, stride=2, epsilon=1e-2)
-    mean, variance = running_statistics(block.bn)
-    for value in (block.bn.weight, block.bn.bias, mean):
-        value.set_value(paddle.randn([8]))
-    variance.set_value(paddle.rand([8]) + 0.1)
-    block.eval()
-    x = paddle.randn([2, 3, 9, 7])
-    before = block(x)
-    block.fuse_conv_bn()
-    assert set(block.state_dict()) == {"conv.weight", "conv.bias"}
-    np.testing.assert_allclose(block(x).numpy(), before.numpy(), atol=1e-5)
-    block.fuse_conv_bn()  # again: nothing more happens
-    np.testing.assert_allclose(block(x).numpy(), before.numpy(), atol=1e-5)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ppdist.config.data import DataConfig, SplitConfig
-from tests.unit.data.sets import write_images
+from tests.unit.data.sets import voc_xml, write_images
 
 
 def voc_set(root: Path, splits: dict[str, str], objects: dict[str, list[str]]) -> DataConfig:
@@ -12,15 +12,8 @@ def voc_set(root: Path, splits: dict[str, str], objects: dict[str, list[str]]) -
     names = write_images(root / "images", len(splits))
     for (stem, _), name in zip(splits.items(), names):
         (root / "images" / name).rename(root / "images" / f"{stem}.jpg")
-        things = "".join(
-            f"<object><name>{thing}</name><bndbox><xmin>1</xmin><ymin>2</ymin><xmax>30</xmax>"
-            f"<ymax>40</ymax></bndbox></object>"
-            for thing in objects[stem]
-        )
-        (root / "Annotations" / f"{stem}.xml").write_text(
-            f"<annotation><filename>stale.jpg</filename><size><width>64</width><height>48</height>"
-            f"</size>{things}</annotation>"
-        )
+        text = voc_xml("stale.jpg", [(thing, (1, 2, 30, 40)) for thing in objects[stem]])
+        (root / "Annotations" / f"{stem}.xml").write_text(text)
     for split in ("train", "val"):
         stems = [stem for stem, of in splits.items() if of == split]
         (root / f"{split}.txt").write_text("\n".join(stems) + "\n")

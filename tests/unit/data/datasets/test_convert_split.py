@@ -18,7 +18,7 @@ from ppdist.data.datasets.convert import (
     write_parts,
 )
 from tests.errors import raises
-from tests.unit.data.sets import NAMES, write_coco, write_images
+from tests.unit.data.sets import NAMES, voc_xml, write_coco, write_images
 
 SHARES = (0.7, 0.2, 0.1)
 
@@ -146,14 +146,8 @@ def test_a_voc_list_is_divided_by_its_lines(tmp_path):
     names = write_images(tmp_path / "JPEGImages", 5)
     (tmp_path / "Annotations").mkdir()
     for position, name in enumerate(names):
-        thing = (
-            f"<object><name>{NAMES[position % 3]}</name><bndbox><xmin>2</xmin><ymin>3</ymin>"
-            f"<xmax>{20 + position}</xmax><ymax>30</ymax></bndbox></object>"
-        )
-        (tmp_path / "Annotations" / name.replace("jpg", "xml")).write_text(
-            f"<annotation><filename>{name}</filename><size><width>64</width><height>48</height>"
-            f"</size>{thing}</annotation>"
-        )
+        text = voc_xml(name, [(NAMES[position % 3], (2, 3, 20 + position, 30))])
+        (tmp_path / "Annotations" / name.replace("jpg", "xml")).write_text(text)
     (tmp_path / "all.txt").write_text("".join(f"{name[:-4]}\n" for name in names))
     part = SplitConfig(images="JPEGImages", annotations="all.txt")
     config = DataConfig(format="voc", root=str(tmp_path), train=part, val=part)
@@ -164,11 +158,8 @@ def test_a_voc_list_is_divided_by_its_lines(tmp_path):
 
 def test_a_folder_of_xml_becomes_lists_of_pairs(tmp_path):
     for position, name in enumerate(write_images(tmp_path / "all", 5)):
-        (tmp_path / "all" / name.replace("jpg", "xml")).write_text(
-            f"<annotation><filename>{name}</filename><size><width>64</width><height>48</height>"
-            f"</size><object><name>{NAMES[position % 3]}</name><bndbox><xmin>2</xmin>"
-            f"<ymin>3</ymin><xmax>20</xmax><ymax>30</ymax></bndbox></object></annotation>"
-        )
+        text = voc_xml(name, [(NAMES[position % 3], (2, 3, 20, 30))])
+        (tmp_path / "all" / name.replace("jpg", "xml")).write_text(text)
     part = SplitConfig(images="all")
     config = DataConfig(format="voc", root=str(tmp_path), train=part, val=part)
     files, divided = halves(config)

@@ -14,6 +14,7 @@ from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.layout import Layout, find_layout
 from ppdist.data.types import Issue
 from tests.errors import raises
+from tests.unit.data.sets import voc_xml
 
 NAMES = ("cat", "dog")
 
@@ -45,13 +46,7 @@ def coco(root: Path, name: str, *images: str) -> None:
 
 def xml(root: Path, *names: str) -> None:
     for name in names:
-        things = "".join(
-            f"<object><name>{each}</name><bndbox><xmin>1</xmin><ymin>2</ymin><xmax>30</xmax>"
-            f"<ymax>40</ymax></bndbox></object>"
-            for each in NAMES
-        )
-        size = "<size><width>64</width><height>48</height></size>"
-        write(root, name, f"<annotation><filename>x</filename>{size}{things}</annotation>")
+        write(root, name, voc_xml("x", [(each, (1, 2, 30, 40)) for each in NAMES]))
 
 
 def places(layout: Layout) -> tuple[object, ...]:

@@ -32,32 +32,6 @@ def extent_of(image_HW3) -> np.ndarray:
     return np.array([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1])
 
 
-@pytest.mark.parametrize("config", [UPRIGHT, EVERYTHING])
-@pytest.mark.parametrize("mirrored", [(False, False), (True, False), (False, True)])
-def test_boxes_follow_their_pixels(config, mirrored):
-    checked = 0
-    for key in range(60):
-        rng = keyed_generator(8, key)
-        low = rng.integers(10, 60, 2)
-        box = np.concatenate([low, low + rng.integers(15, 50, 2)])
-        image = np.zeros((120, 160, 3), np.uint8)
-        image[box[1] : box[3], box[0] : box[2]] = 255
-        matrix = view(config, key, size=(200, 180), mirrored=mirrored)
-        drawn = np.zeros((200, 180, 3), np.uint8)
-        paste(drawn, image, (0, 0, 160, 120), matrix)
-        mapped, keep = map_by_matrix(box[None].astype(np.float32), matrix, (200, 180))
-        if keep[0]:
-            found, (x1, y1, x2, y2) = extent_of(drawn), mapped[0]
-            assert (found[:2] > [x1 - 1, y1 - 1]).all() and (found[2:] < [x2 + 1, y2 + 1]).all()
-            if config is UPRIGHT:
-                np.testing.assert_allclose(mapped[0], found, atol=1.0)
-            else:
-                # A corner is a tip of a pixel or two in which less than half is white.
-                np.testing.assert_allclose(mapped[0], found, atol=2.5)
-            checked += 1
-    assert checked > 40
-
-
 def test_rotated_box_at_border_ends_at_visible_part():
     half = np.sqrt(0.5)
     turn = np.array([[half, -half, 0], [half, half, 0], [0, 0, 1]])  # by 45 degrees about (0, 0)

@@ -49,26 +49,6 @@ def loader(root: Path, workers=0) -> TrainLoader:
     return TrainLoader(read_split(config, "train", 3), config, sampler, seed=3)
 
 
-def test_expand_crop_combine_with_affine_letterbox(blocks):
-    augment = {**STILL, "expand": 0.5, "expand_most": 1.5, "crop": 0.5}
-    for affine in ({}, {"scale": 0.2, "translate": 0.1}):
-        under_test = samples(blocks, {**augment, "affine": affine})
-        found = [under_test.make(SampleKey(0, index, 128, 128)) for index in range(12)]
-        assert sum(len(sample.labels_M) for sample in found) > 15
-        for sample in found:  # a crop drops what it cuts through the middle, so no full check
-            for label, (x1, y1, x2, y2) in zip(sample.labels_M, sample.boxes_M4.astype(int)):
-                block = sample.image_HW3[y1 : y2 + 1, x1 : x2 + 1, label]
-                assert block.mean() > 150
-
-
-def test_a_mosaic_shows_several_images_at_once(blocks):
-    under_test = samples(blocks, {**STILL, "mosaic": 1.0, "affine": {"scale": 0.5}})
-    made = [under_test.make(SampleKey(0, index, 128, 128)) for index in range(12)]
-    assert [sample.index for sample in made] == list(range(12))
-    assert {len(sample.labels_M) > 3 for sample in made} == {True, False}  # an image has three
-    assert max(len(sample.labels_M) for sample in made) > 6
-
-
 def test_tiles_touch_the_point_and_each_other_only():
     for corner, expected in enumerate(
         [(70, 50, 100, 90), (100, 50, 130, 90), (70, 90, 100, 130), (100, 90, 130, 130)]

@@ -34,6 +34,7 @@ GEOMETRY = {
     "shear": {**STILL, "affine": {"shear": 20}},
     "perspective": {**STILL, "affine": {"perspective": 0.15}},
     "mosaic": {**MOSAIC, "rotate90": 0.5},
+    "mosaic of whole images": {**MOSAIC, "mosaic_whole": True},
     "turned mosaic": {**MOSAIC, "rotate90": 0.5},
     "mosaic in perspective": {**MOSAIC, "affine": {"perspective": 0.15, "rotate": 30}},
     "copy_paste": {**STILL, "copy_paste": 1.0, "rotate90": 0.5, "affine": {"scale": 0.3}},
