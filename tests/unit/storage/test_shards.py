@@ -175,18 +175,11 @@ def test_index_of_other_shards_is_noticed(pair, tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "a,b\n", "name,shard,offset,size\na.jpg,b.tar,x,1\n",
              "name,shard,offset,size\na.jpg,b.tar,-1,1\n",
-             "name,shard,offset,size\na.jpg,b.tar,1,1\na.jpg,b.tar,1,1\n"]
+             "name,shard,offset,size\na.jpg,b.tar,1,1\na.jpg,b.tar,1,1\n", None]
 )  # fmt: skip
-def test_damaged_index_is_one_message(text, pair, tmp_path):
-    config = sharded(pair[0], tmp_path)
-    (tmp_path / "images" / "index.csv").write_text(text)
-    with raises("folder_unreadable"):
-        read_split(config, "train")
-
-
-def test_absent_index_is_named(pair, tmp_path):
-    config = sharded(pair[0], tmp_path)
-    (tmp_path / "images" / "index.csv").unlink()
+def test_damaged_or_absent_index_is_one_message(text, pair, tmp_path):
+    config, index = sharded(pair[0], tmp_path), tmp_path / "images" / "index.csv"
+    index.unlink() if text is None else index.write_text(text)
     with raises("folder_unreadable", "index.csv"):
         read_split(config, "train")
 

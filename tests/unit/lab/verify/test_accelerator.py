@@ -95,15 +95,10 @@ def test_the_whole_on_two_cards(cards: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_card_is_held_against_the_cpu(cards: Path, tmp_path: Path) -> None:
-    parts = prove_on_ranks(1, tmp_path, cards)
-    verdicts = {name: part["verdict"] for name, part in parts.items()}
-    assert verdicts == {"equivalence": PASS, "speed": NOT_RUN, "resume": PASS}
-
-
-@pytest.mark.slow
-def test_the_whole_on_two_cpu_ranks(tmp_path: Path) -> None:
-    parts = prove_on_ranks(2, tmp_path)
+@pytest.mark.parametrize("on", ["a card, held against the CPU", "two CPU ranks"])
+def test_the_whole_on(on: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    given = (1, tmp_path, request.getfixturevalue("cards")) if "card" in on else (2, tmp_path)
+    parts = prove_on_ranks(*given)
     verdicts = {name: part["verdict"] for name, part in parts.items()}
     assert verdicts == {"equivalence": PASS, "speed": NOT_RUN, "resume": PASS}
 
