@@ -209,14 +209,16 @@ def test_a_member_of_an_array_is_told_its_number(submit: Submit) -> None:
     assert batch.asked == ["requeue 50_2"]
 
 
-def test_time_limit_stops_run_once_and_requeues(submit: Submit) -> None:
-    batch = submit("-c", "x")
+@pytest.mark.parametrize("heard", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_time_limit_stops_run_once_and_requeues(submit: Submit, heard: bool) -> None:
+    """Also where fleetrun does not listen yet, and ends by the signal."""
+    batch = submit("-c", "x", variables={} if heard else {"DEAF": "1"})
     for node in NODES.split():
         batch.given(node)
     batch.process.send_signal(signal.SIGUSR1)
     assert batch.ended() == 75, batch.said
     assert batch.asked == [f"requeue {7_000_000 + os.getpid()}"]
-    for node in NODES.split():
+    for node in NODES.split() if heard else ():
         assert (batch.folder / f"signals-{node}").read_text().split() == ["10"]
 
 
@@ -241,30 +243,6 @@ def test_sigterm_is_not_repeated_and_cancel_is_final(submit: Submit, state: str)
     assert bool(batch.asked) == (state == "RUNNING"), batch.said
 
 
-@pytest.mark.parametrize("code", [0, 1, 2])
-def test_what_ended_by_itself_is_not_queued_again(submit: Submit, code: int) -> None:
-    batch = submit("-c", "x", variables={"EXIT": str(code)})
-    assert batch.ended() == code
-    assert batch.asked == []
-
-
-def test_a_job_is_queued_so_often_and_no_more(submit: Submit) -> None:
-    counted = {"EXIT": "75", "SLURM_RESTART_COUNT": "4", "MAX_REQUEUES": "4"}
-    batch = submit("-c", "x", variables=counted)
-    assert batch.ended() == 75
-    assert batch.asked == [] and "submit it again" in batch.said
-
-
-@pytest.mark.slow
-def test_signal_before_fleetrun_requeues_job(submit: Submit) -> None:
-    batch = submit("-c", "x", variables={"DEAF": "1"})
-    for node in NODES.split():
-        batch.given(node)
-    batch.process.send_signal(signal.SIGUSR1)
-    assert batch.ended() == 75, batch.said
-    assert batch.asked == [f"requeue {7_000_000 + os.getpid()}"]
-
-
 @pytest.mark.slow
 def test_a_signal_right_after_the_start_is_passed_on(submit: Submit, tmp_path: Path) -> None:
     """In a copy of the script that sends it to itself there."""
@@ -277,9 +255,20 @@ def test_a_signal_right_after_the_start_is_passed_on(submit: Submit, tmp_path: P
     assert len(batch.asked) == 1
 
 
-def test_what_ends_by_a_signal_of_its_own_is_a_failure(submit: Submit) -> None:
-    batch = submit("-c", "x", variables={"EXIT": "143"})
-    assert batch.ended() == 143 and batch.asked == []
+@pytest.mark.parametrize(
+    ("code", "variables", "said"),
+    [
+        *((code, {}, "") for code in (0, 1, 2)),
+        (143, {}, ""),  # a signal of its own is a failure
+        (75, {"SLURM_RESTART_COUNT": "4", "MAX_REQUEUES": "4"}, "submit it again"),
+    ],
+)
+def test_what_ended_by_itself_or_too_often_is_not_queued_again(
+    submit: Submit, code: int, variables: dict[str, str], said: str
+) -> None:
+    batch = submit("-c", "x", variables={"EXIT": str(code), **variables})
+    assert batch.ended() == code
+    assert batch.asked == [] and said in batch.said
 
 
 def test_a_job_that_slurm_does_not_queue_again_says_so(submit: Submit, tmp_path: Path) -> None:

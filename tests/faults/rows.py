@@ -216,7 +216,7 @@ ROWS = (
          "test_a_stop_amid_an_evaluation_does_not_wait_for_storage",
          OUTAGES + "test_storage_that_comes_and_goes_is_one_outage",
          "tests/unit/engine/test_state_resume.py::"
-         "test_newest_checkpoint_that_is_away_is_waited_for",
+         "test_checkpoints_that_are_away_are_waited_for",
          "tests/unit/engine/test_preflight.py::test_a_restart_waits_for_what_was_read_before",
          "tests/unit/data/checks/test_before_training.py::"
          "test_check_of_a_restart_waits_for_its_images")),

@@ -21,7 +21,6 @@ from ppdist.predict.results import (
     Pictures,
     picture_names,
     require_no_foreign_files,
-    require_own_folder,
 )
 from ppdist.predict.sources import Frame, Source, frames_of
 from tests.errors import raises
@@ -104,20 +103,6 @@ def test_results_that_cannot_be_written_are_one_message(
 
 
 OURS = '{"info": {"description": "found by ppdist predict", "files": ["more/one.jpg"]}}'
-
-
-def test_results_folder_must_hold_no_foreign_files(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    require_own_folder(out, tmp_path)
-    (out / "more").mkdir(parents=True)
-    with raises("out_not_ours"):
-        require_own_folder(out, tmp_path)
-    require_own_folder(out, tmp_path / "a.jpg")  # of which no picture can be in there
-    (out / "detections.json").write_text(OURS)
-    require_own_folder(out, tmp_path)
-    for taken in (out, tmp_path):
-        with raises("out_holds_source"):
-            require_own_folder(taken, out)
 
 
 def test_a_strangers_picture_is_not_replaced(tmp_path: Path) -> None:
