@@ -14,7 +14,7 @@ from pycocotools.cocoeval import COCOeval
 from ppdist.config.experiment import load_config
 from ppdist.metrics.coco import METRICS
 from tests.distributed import run_on_ranks
-from tests.forked import exit_code_of, run_on_two_ranks, run_tool, succeeded
+from tests.forked import exit_code_of, run_tool, succeeded
 from tests.project import TINY_PPYOLOE, write_config
 from tests.unit.engine.runs import records
 
@@ -128,19 +128,6 @@ def test_saved_detections_score_the_same_in_pycocotools(project: Path) -> None:
     metrics = json.loads((project / "eval.json").read_text())
     ours = [metrics[name] for name in METRICS]
     assert list(evaluation.stats) == pytest.approx(ours, abs=2e-3)  # coordinates are rounded
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("evaluated")
-def test_evaluation_on_two_ranks_equals_one_rank(project: Path) -> None:
-    file = project / "eval2.json"
-    done = run_on_two_ranks(
-        project, "eval", "-c", project / "cfg.yml", "-w", weights(project), "--json", file
-    )
-    succeeded(done)
-    alone = json.loads((project / "eval.json").read_text())
-    assert json.loads(file.read_text()) == alone
-    assert set(METRICS) <= set(alone)
 
 
 def test_export_infers_and_draws_without_config(project: Path, tmp_path: Path) -> None:

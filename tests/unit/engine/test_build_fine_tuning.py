@@ -12,7 +12,7 @@ from ppdist.config.experiment import config_warnings
 from ppdist.models.model_card import AGPL, read_card
 from ppdist.models.weights import read_arrays, write_arrays
 from tests.errors import raises
-from tests.unit.engine.runs import losses, records, run_to_end, said
+from tests.unit.engine.runs import losses, run_to_end, said
 from tests.unit.engine.runs import weights as arrays
 from tests.unit.engine.tiny import tiny_config
 
@@ -142,17 +142,3 @@ def test_freezing_random_weights_is_a_surprise(tmp_path):
     assert not [*config_warnings(config, begins=False)]
     pretrained = tiny_config(tmp_path, [*TUNED, "model.pretrained=weights.npz"])
     assert not [*config_warnings(pretrained, begins=True)]
-
-
-@pytest.mark.slow
-def test_subset_run_cannot_resume_with_other_images(shapes, tmp_path):
-    run(shapes, tmp_path, "data.train.limit=5", "train.max_steps=2", "data.val.limit=2",
-        evaluate=True)  # fmt: skip
-    assert "data.train.limit: 5 of 10" in said(tmp_path)
-    assert "data.val.limit: 2 of 5" in said(tmp_path)
-    record = records(tmp_path)[0]
-    assert record["derived"]["steps_per_epoch"]["value"] == 2  # five images, four a step
-    with pytest.raises(CheckpointError, match=r"data\.train\.limit: 5 then, 6 now"):
-        run(shapes, tmp_path, "data.train.limit=6", resume=tmp_path)
-    run(shapes, tmp_path, "data.train.limit=5", "data.val.limit=3", evaluate=True, resume=tmp_path)
-    assert "best is reset" in said(tmp_path)
