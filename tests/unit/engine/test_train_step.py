@@ -18,7 +18,8 @@ from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel, Targets
 from ppdist.optim.exchange import Exchange
 from ppdist.optim.lr_scheduler import LearningRates
-from ppdist.optim.updater import Updater, build_optimizer
+from ppdist.optim.optimizer import build_optimizer
+from ppdist.optim.updater import Updater
 from tests.unit.engine.tiny import init_cpu, take_step
 
 LR, MOMENTUM, CLIP = 0.1, 0.9, 0.5
