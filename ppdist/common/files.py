@@ -14,7 +14,6 @@ import io
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -29,14 +28,12 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from ppdist.common.errors import ConfigError, UserError
-from ppdist.common.machine import is_alive
 
 _LOGGER = logging.getLogger("ppdist")
 _BLOCK_BYTES = 1 << 20
 _REPLACED = (stat.S_IFREG, stat.S_IFLNK)
 _NAME_BYTES, _NAME_LETTERS = 100, 25  # of a path in its draft's name; a file system allows 255
 _NO_FILES = (stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK)  # a pipe would block its writer
-_ABANDONED_SECONDS = 24 * 3600.0  # of a draft: whatever process has the number of an older one
 _DRAFT_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -44,43 +41,13 @@ def draft_of(path: Path) -> Path:
     """Returns a new name beside `path`, under which to write or delete it.
 
     It is `.NAME.HOST.PID.RANDOM`: nobody can put a link there beforehand, and a later process can
-    tell whose it was (`remove_drafts`).
+    tell whose it was (`common.drafts.remove_drafts`).
     """
     name = path.name
     if len(os.fsencode(name)) > _NAME_BYTES:
         name = name[:_NAME_LETTERS]
     owner = f"{socket.gethostname()}.{os.getpid()}"
     return path.with_name(f".{name}.{owner}.x{secrets.token_hex(4)}")
-
-
-def remove_drafts(folder: Path, names: str) -> None:
-    """Deletes drafts of this host's ended processes; others after a day.
-
-    Args: names: regular expression of what they are drafts of.
-    """
-    pattern = re.compile(rf"\.({names})\.((?P<host>.+)\.)?(?P<pid>\d+)(\.x[0-9a-f]{{8}})?")
-    for path in folder.glob(".*"):
-        made_by = pattern.fullmatch(path.name)
-        if made_by is None or _is_in_use(path, made_by["host"], int(made_by["pid"])):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                path.unlink()
-
-
-def _is_in_use(draft: Path, host: str | None, pid: int) -> bool:
-    """Whether a process may still write a draft, to this host's knowledge."""
-    try:
-        old = time.time() - draft.lstat().st_mtime > _ABANDONED_SECONDS
-    except OSError:  # gone already
-        return True
-    if old or host is None:
-        return False
-    if host != socket.gethostname():
-        return True
-    return pid != os.getpid() and is_alive(pid)
 
 
 @contextmanager

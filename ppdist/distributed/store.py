@@ -34,7 +34,6 @@ from ppdist.common.errors import (
     UserError,
     failure_of,
 )
-from ppdist.common.eta import duration
 from ppdist.common.job import JOB_VARIABLE, RESTART_VARIABLE
 from ppdist.common.retry import with_retries
 from ppdist.distributed import heartbeat, paddle_api
@@ -56,7 +55,6 @@ _REQUEST_SECONDS = 0.0001  # of the store's time that a rank takes for a look
 _LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for the others to read it
 _SIGN_SECONDS = 5.0  # between two signs of life at the store, and two looks for them
 _SIGNS = "ppdist/alive"
-_REPORT_SECONDS = 15.0  # between two lines of a `Progress`
 _barriers = itertools.count()  # every rank counts the same barriers, so the numbers agree
 _HERE, _GAVE = 1, 3  # without a value, with one
 _RANKS_OF_A_KEY = 31  # two bits each of what the store counts in, int64
@@ -85,34 +83,6 @@ def alive() -> None:
     if world_size() > 1 and time.monotonic() - _signed >= _sign_seconds():
         _signed = time.monotonic()
         _store().add(_SIGNS, 1)
-
-
-class Progress:
-    """Signs of life, and lines in the log, of one piece of long work with parts much alike.
-
-    Other ranks wait for this one for as long as parts get done: see `alive`.
-    """
-
-    def __init__(self, logger: logging.Logger, work: str, total: float, unit: str = "images"):
-        """Args: work: what is done, for the log; total: how many of `unit` it has."""
-        self._logger, self._work, self._total, self._unit = logger, work, total, unit
-        self._done = 0.0
-        self._began = self._reported = time.monotonic()
-
-    def add(self, count: float = 1) -> None:
-        """Adds finished parts."""
-        alive()
-        self._done += count
-        now = time.monotonic()
-        if now - self._reported < _REPORT_SECONDS:
-            return
-        self._reported = now
-        rate = self._done / (now - self._began)
-        left = max(0.0, self._total - self._done) / rate if rate else 0.0
-        self._logger.info(
-            "%s: %.0f of %.0f %s, %.3g a second, ETA %s",
-            self._work, self._done, self._total, self._unit, rate, duration(left),
-        )  # fmt: skip
 
 
 def _sign_seconds() -> float:

@@ -41,8 +41,9 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
+from ppdist.common.drafts import remove_drafts
 from ppdist.common.errors import CheckpointError, ConfigError, WeightsError
-from ppdist.common.files import draft_of, is_disk_full, remove_drafts, require_held, sync_path
+from ppdist.common.files import draft_of, is_disk_full, require_held, sync_path
 from ppdist.common.machine import free_disk
 from ppdist.common.manifest import CARD_FILE, CARD_NOTE, MANIFEST, checked_files
 

@@ -27,7 +27,7 @@ from ppdist.data.transforms.pipeline import require_outlines
 from ppdist.data.types import Batch, DetectionSet, ImageRecord, ImagesUnavailable, Records
 from ppdist.distributed import comm, heartbeat
 from ppdist.distributed.agreement import equal_ranks
-from ppdist.distributed.store import Progress
+from ppdist.distributed.progress import Progress
 from ppdist.engine.parts import ClassScores
 from ppdist.engine.schedule_setup import ScheduleSetup
 

@@ -28,7 +28,7 @@ from ppdist.config.evaluate import (
 from ppdist.data.types import Batch, DetectionSet, SampleKey
 from ppdist.distributed import comm
 from ppdist.distributed.comm import evaluate_on_all_ranks
-from ppdist.distributed.store import Progress
+from ppdist.distributed.progress import Progress
 from ppdist.engine.parts import EvaluationStopped
 from ppdist.losses.base import Loss
 from ppdist.losses.nms import multiclass_nms

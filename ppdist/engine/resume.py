@@ -24,8 +24,9 @@ import paddle
 from pydantic import TypeAdapter
 
 from ppdist.common.code_digest import digest_of_package
+from ppdist.common.drafts import remove_drafts
 from ppdist.common.errors import CheckpointError, StorageError
-from ppdist.common.files import remove_drafts, require_no_link
+from ppdist.common.files import require_no_link
 from ppdist.common.job import RUN_NOTE, read_note, write_note
 from ppdist.common.manifest import MANIFEST
 from ppdist.common.retry import unavailable

@@ -30,8 +30,9 @@ from paddle import Tensor, nn
 
 import ppdist
 from ppdist.common.child import python, run_command
+from ppdist.common.drafts import remove_drafts
 from ppdist.common.errors import DataError, ExportError
-from ppdist.common.files import draft_of, remove_drafts, require_no_link
+from ppdist.common.files import draft_of, require_no_link
 from ppdist.common.manifest import CARD_NOTE
 from ppdist.common.opener import DISK, Opener
 from ppdist.config.evaluate import NMSConfig

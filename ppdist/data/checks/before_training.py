@@ -32,7 +32,7 @@ from ppdist.data.checks.images import (
 from ppdist.data.datasets.annotations import KINDS
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
-from ppdist.distributed.store import Progress
+from ppdist.distributed.progress import Progress
 
 _LOGGER = logging.getLogger("ppdist.data")
 _EXAMPLES = 3

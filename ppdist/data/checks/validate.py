@@ -33,7 +33,7 @@ from ppdist.data.datasets.build import check_same_classes, read_raw, same_sets
 from ppdist.data.datasets.plausibility import first_alike
 from ppdist.data.image import is_image_name
 from ppdist.data.types import Issue, RawColumns, RawImage, RawObject, RawSet, Split
-from ppdist.distributed.store import Progress
+from ppdist.distributed.progress import Progress
 
 _LOGGER = logging.getLogger("ppdist.data")
 _SPLITS: tuple[Split, ...] = ("train", "val")

@@ -42,7 +42,7 @@ from ppdist.data.datasets.annotations import (
     write_text,
 )
 from ppdist.data.types import Box, Complain, Issue, RawColumns, RawImage, RawObject, RawSet
-from ppdist.distributed.store import Progress
+from ppdist.distributed.progress import Progress
 
 _LOGGER = logging.getLogger("ppdist.data")
 NEEDED = {

@@ -39,7 +39,7 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.image import is_image_name
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
-from ppdist.distributed.store import Progress
+from ppdist.distributed.progress import Progress
 from ppdist.runtime.decoder import unread_kind
 
 _LOGGER = logging.getLogger("ppdist.data")

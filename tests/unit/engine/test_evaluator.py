@@ -158,7 +158,7 @@ def test_padding_is_not_drawn():
 
 
 def test_a_long_evaluation_reports_how_far_it_is(monkeypatch, caplog):
-    monkeypatch.setattr("ppdist.distributed.store._REPORT_SECONDS", -1.0)
+    monkeypatch.setattr("ppdist.distributed.progress._REPORT_SECONDS", -1.0)
     with caplog.at_level(logging.INFO, logger="ppdist"):
         evaluator().predict(Oracle(five_images()))
     assert "2 of 5 images" in caplog.text

@@ -16,7 +16,7 @@ from ppdist.data.checks import before_training
 from ppdist.data.checks.before_training import check_before_training, look_at_all
 from ppdist.data.checks.images import ImageCheck
 from ppdist.data.datasets.build import read_split
-from ppdist.distributed import store
+from ppdist.distributed import progress, store
 from ppdist.runtime.decoder import Damage
 from tests.errors import raises
 from tests.unit.data.corpus import write_clean_coco
@@ -165,7 +165,7 @@ def test_check_of_a_restart_waits_for_its_images(home, broken, tmp_path, monkeyp
 
 
 def test_a_check_says_how_far_it_is(home, broken, monkeypatch, caplog):
-    monkeypatch.setattr(store, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_REPORT_SECONDS", 0.0)
     caplog.set_level(logging.INFO, "ppdist.data")
     _check(broken)
     assert "2 of 2" in caplog.text and "ETA 0s" in caplog.text
@@ -180,5 +180,5 @@ def test_files_are_looked_at_by_many_threads():
             together.wait()  # broken where one waits for another
         return -at
 
-    found_N = look_at_all(look, 1000, store.Progress(logging.getLogger(), "", 1000))
+    found_N = look_at_all(look, 1000, progress.Progress(logging.getLogger(), "", 1000))
     assert found_N.tolist() == [-at for at in range(1000)]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.files import draft_of, remove_drafts
+from ppdist.common.drafts import remove_drafts
+from ppdist.common.files import draft_of
 
 HOST, DAY = socket.gethostname(), 24 * 3600
 ENDED = 2**22 + 1  # beyond the largest number of a process

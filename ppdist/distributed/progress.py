@@ -1,0 +1,37 @@
+"""Progress of long work: signs of life, and lines in the log."""
+
+import logging
+import time
+
+from ppdist.common.eta import duration
+from ppdist.distributed.store import alive
+
+_REPORT_SECONDS = 15.0
+
+
+class Progress:
+    """Of one piece of work, whose parts are much alike.
+
+    Other ranks wait for this one for as long as parts get done: see `store.alive`.
+    """
+
+    def __init__(self, logger: logging.Logger, work: str, total: float, unit: str = "images"):
+        """Args: work: what is done, for the log; total: how many of `unit` it has."""
+        self._logger, self._work, self._total, self._unit = logger, work, total, unit
+        self._done = 0.0
+        self._began = self._reported = time.monotonic()
+
+    def add(self, count: float = 1) -> None:
+        """Adds finished parts."""
+        alive()
+        self._done += count
+        now = time.monotonic()
+        if now - self._reported < _REPORT_SECONDS:
+            return
+        self._reported = now
+        rate = self._done / (now - self._began)
+        left = max(0.0, self._total - self._done) / rate if rate else 0.0
+        self._logger.info(
+            "%s: %.0f of %.0f %s, %.3g a second, ETA %s",
+            self._work, self._done, self._total, self._unit, rate, duration(left),
+        )  # fmt: skip
