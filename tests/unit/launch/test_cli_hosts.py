@@ -5,6 +5,7 @@ test_rendezvous_control_channel.py, without processes.
 """
 
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +79,14 @@ def test_a_host_that_cannot_write_its_logs_ends_both(start, port: str) -> None:
     assert (first.code, second.code) == (2, 2), first.errors
     assert f"ppdist: host {B}: error: --log_dir log_{B}: File exists" in first.errors
     assert f"ppdist: error: --log_dir log_{B}: File exists" in second.errors
+
+
+def test_a_port_that_another_program_has_is_named(start, port: str) -> None:
+    common = ("--ips", f"{A},{B}", "--start_port", port, write(""))
+    with socket.create_server((A, int(port))):
+        ended = start(A, "--host", A, *common).ended()
+    assert ended.code == 2
+    assert f"port {port} " in ended.errors
 
 
 def attempts(rank: int) -> list[str]:

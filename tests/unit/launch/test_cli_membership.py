@@ -72,6 +72,21 @@ def kill(host: Host) -> None:
     host.process.wait()
 
 
+def test_hosts_go_on_without_one_and_take_it_in_again(start: Start) -> None:
+    hosts = [start(place, "--min_hosts", "2") for place in range(3)]
+    wait_for_worlds([0, 1, 2], 1)
+    kill(hosts[2])
+    wait_for_worlds([0, 1], 2)
+    hosts[2] = start(2, "--min_hosts", "2", name="back")
+    wait_for_worlds([0, 1], 3)
+    wait_for_worlds([2], 2)
+    Path("over").touch()
+    assert [host.ended().code for host in hosts] == [0, 0, 0]
+    assert worlds(0)[1:] == ["0 2 1", "0 3 2"]
+    assert worlds(1)[1:] == ["1 2 1", "1 3 2"]
+    assert worlds(2)[1:] == ["2 3 2"]
+
+
 def test_two_hosts_lost_together_are_both_named(start: Start) -> None:
     hosts = [start(place, "--min_hosts", "1") for place in range(3)]
     wait_for_worlds([0, 1, 2], 1)

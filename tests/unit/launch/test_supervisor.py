@@ -99,6 +99,36 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         yield lambda *words, **variables: Job(start, *words, **variables)
 
 
+@pytest.mark.slow
+def test_the_first_failure_is_said_at_once(job, record_property) -> None:
+    code = IGNORES.replace(
+        "time.sleep(300)",
+        """
+def main():
+    while not Path("now").exists(): time.sleep(0.01)
+    raise RuntimeError("boom")
+if rank == 1: run(main)
+time.sleep(300)
+""",
+    )
+    running = job(code)
+    running.ready()
+    Path("now").touch()
+    begin = time.monotonic()
+    wait_for(lambda: "RuntimeError: boom" in running.host.said)
+    said = time.monotonic() - begin
+    ended = running.host.ended()
+    running.gone_within(0.5)
+    gone = time.monotonic() - begin
+    record_property("seconds_until_said", round(said, 2))
+    record_property("seconds_until_all_are_gone", round(gone, 2))
+    print(f"said after {said:.2f} s, all gone after {gone:.2f} s")
+    place = f"in step 7 (host {os.uname().nodename}); log: "
+    assert "rank 1 failed first" in ended.errors and place in ended.errors
+    assert ended.code == 1 and ended.errors.count("RuntimeError: boom") == 1
+    assert said < 6 and gone < 15  # wanted: 2 and 5; the margin is for a busy machine
+
+
 slow = pytest.mark.slow
 
 

@@ -62,6 +62,8 @@ VERDICTS = {
     "done or stopped": (((0, 1.0), (75, 2.0)), STOPPED, 75, ""),
     "wrong input wins over what killed its peers":
         (((1, 3.0, 1, GLOO), (2, 2.0, 2, wrong("no file")), (TERM, 4.0)), {}, 2, "no file [any]"),
+    "wrong input wins over an earlier crash":
+        (((1, 1.0, 1, crash("boom")), (2, 9.0, 2, wrong("no file"))), {}, 2, "no file [any]"),
     "who was told changes nothing":
         (((1, 2.0, 1, crash("boom")), (2, 1.9, 2, TOLD)), {}, 1, "rank 0 failed first"),
     "the cause before its consequence":
