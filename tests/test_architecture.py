@@ -134,15 +134,15 @@ CARRIES = {
     "ppdist.losses.ppyoloe": (12, 1600),
     "ppdist.losses.yolov5": (12, 1600),
     "ppdist.losses.rtdetr": (12, 1600),
-    "ppdist.losses.classification": (8, 600),
-    "ppdist.models.ppyoloe": (18, 3100),
+    "ppdist.losses.classification": (7, 500),
+    "ppdist.models.ppyoloe": (17, 3100),
     "ppdist.models.yolov5": (16, 2700),
-    "ppdist.models.rtdetr": (23, 4100),
+    "ppdist.models.rtdetr": (21, 3900),
     "ppdist.data.image": (7, 1850),
     "ppdist.data.transforms.pipeline": (23, 5700),
     "ppdist.data.loading.loader": (50, 11550),
-    "ppdist.engine.train_step": (46, 7500),
-    "ppdist.engine.trainer": (150, 37200),
+    "ppdist.engine.train_step": (36, 5800),
+    "ppdist.engine.trainer": (72, 12500),
 }
 NAMED = re.compile(r"(ppdist(?:\.\w+)+)(?::\w+)?")
 
