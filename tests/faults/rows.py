@@ -231,8 +231,8 @@ ROWS = (
          "test_rank_that_shows_life_is_waited_for_and_hung_one_not")),
     Row(44, "kept annotations are damaged, cut short, stale, half written, or cannot be written",
         "they are read again, and kept where there is room; one line says so",
-        ("tests/unit/storage/test_keyed_cache.py::test_damaged_entry_is_absent_and_deleted",
-         "tests/unit/storage/test_keyed_cache.py::test_full_disk_is_said_once_and_costs_nothing",
+        ("tests/unit/common/test_keyed_cache.py::test_damaged_entry_is_absent_and_deleted",
+         "tests/unit/common/test_keyed_cache.py::test_full_disk_is_said_once_and_costs_nothing",
          *(ANNOTATIONS + name for name in (
             "test_damaged_cache_is_read_again",
             "test_changed_content_is_read_again_even_with_its_old_times",

@@ -13,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from ppdist.common.errors import ExportError
+from ppdist.common.opener import DISK
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.export.export import deployment_copy
 from ppdist.export.predictor import (
@@ -264,7 +265,7 @@ def test_every_form_of_an_export_is_measured(model: PPYOLOE, exported: Path) -> 
 def test_pictures_are_those_that_can_be_read(tmp_path: Path) -> None:
     with raises("no_good_image", "gone.jpg"):
         record = SimpleNamespace(path=tmp_path / "gone.jpg")
-        pictures_of(SimpleNamespace(records=[record]))  # type: ignore[arg-type]
+        pictures_of(SimpleNamespace(records=[record], opener=DISK))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ import paddle
 import pytest
 from safetensors.numpy import save_file
 
+from ppdist.common import manifest as manifest_module
 from ppdist.config.model import PPYOLOEConfig
-from ppdist.models import weights as weights_module
 from ppdist.models.build import build_model
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.weights import (
@@ -173,7 +173,7 @@ def test_best_that_moves_while_it_is_read_is_read_whole(tmp_path: Path, monkeypa
         (folder / "manifest.json").write_text(json.dumps(manifest))
     best = tmp_path / "best"
     best.symlink_to("step-1")
-    read, names = weights_module.read_file, []
+    read, names = manifest_module.read_file, []
 
     def reading(path, most):
         content = read(path, most)
@@ -184,7 +184,7 @@ def test_best_that_moves_while_it_is_read_is_read_whole(tmp_path: Path, monkeypa
             shutil.rmtree(tmp_path / "step-1")
         return content
 
-    monkeypatch.setattr(weights_module, "read_file", reading)
+    monkeypatch.setattr(manifest_module, "read_file", reading)
     assert read_arrays(best)["w"].tolist() == [2, 2, 2]
     assert names[1:] == ["step-2/manifest.json", "step-2/model.safetensors"]
 
