@@ -77,9 +77,10 @@ check: install
 	$(PY) -m mypy
 
 bench: install
-	$(PY) tools/benchmark.py train -c configs/ppyoloe/ppyoloe_crn_s_300e_coco.yml --synthetic \
-	  --vs train.cpu_convolutions=plain -o model.image_size=[320,320] \
-	  train.batch_size_per_card=4 train.multi_scale=[] data.workers=0
+	for layers in auto plain; do \
+	  $(PY) tools/benchmark.py train -c configs/ppyoloe/ppyoloe_crn_s_300e_coco.yml --synthetic \
+	    -o train.cpu_convolutions=$$layers model.image_size=[320,320] train.batch_size_per_card=4 \
+	    train.multi_scale=[] data.workers=0 || exit 1; done
 
 docs: install
 	$(PY) tools/docs.py
