@@ -486,7 +486,11 @@ def _build_trainer(
     config, schedule, model = decisions.config, decisions.schedule, decisions.model
     train_set, val_set, dirs = decisions.data.train_set, decisions.data.val_set, decisions.dirs
     evaluated_model = model if val_set is None else build_model(config)
-    _speed_up(config, [model, evaluated_model], kernels, log)
+    slow = speed_up_cpu(config, [model, evaluated_model])
+    if slow:
+        log.warning(slow)
+    if config.train.amp.enabled and not device.on_accelerator():
+        check_low_precision(config, model, slow, kernels)
 
     source = build_batch_source(config, train_set, schedule, dirs.folder / "plots", log.put)
     policies = build_policies(decisions, source, log)
@@ -514,6 +518,7 @@ def _build_trainer(
     )  # fmt: skip
     means = EpochMeans(schedule.steps_per_epoch)
     metrics_logger = MetricsLogger(log, config.log.every_steps, schedule.steps_per_epoch)
+    several = comm.world_size() > 1
     parts = TrainingParts(
         train_step=train_step,
         batch_source=source,
@@ -529,8 +534,8 @@ def _build_trainer(
         epoch_means=means,
         record_sums=metrics_logger,
         callbacks=[
-            *([HeartbeatCallback()] if launcher_folder() or comm.world_size() > 1 else []),
-            StragglerMonitor(log),
+            *([HeartbeatCallback()] if launcher_folder() or several else []),
+            *([StragglerMonitor(log)] if several else []),
             metrics_logger,
             means,
             *_loggers(decisions, log, means, evaluator, pictures),
@@ -566,20 +571,6 @@ def _loggers(
     ]
 
 
-def _speed_up(
-    config: ExperimentConfig, models: list[ImageModel], kernels: Kernels, log: RunLog
-) -> None:
-    """Has CPUs compute fast, and in the configured precision.  Collective.
-
-    Raises: ConfigError, on every rank: see `check_low_precision`.
-    """
-    model, slow = models[0], speed_up_cpu(config, models)
-    if slow:
-        log.warning(slow)
-    if config.train.amp.enabled and not device.on_accelerator():
-        check_low_precision(config, model, slow, kernels)
-
-
 class Policies(NamedTuple):
     """What may change a training and is not its mathematics.
 
@@ -604,14 +595,15 @@ def build_policies(decisions: Decisions, source: BatchSource, log: RunLog) -> Po
     def of_run(train_step: TrainStep) -> list[RunPolicy]:
         bad_steps = BadSteps(decisions.dirs.folder, source, log)
         rollback = Rollback(train_step, config.train.bad_steps_limit, bad_steps, log)
-        check_every = config.distributed.check_weights_every
-        return [
+        policies: list[RunPolicy] = [
             SkippedSteps(train_step, source, bad_steps, log),
             SmallerMicroBatches(stand_in, source, schedule.batch_size_per_card, log),
             rollback,
-            ReplicaCheck(train_step, check_every, rollback.once, log),
-            *ends,
         ]
+        if comm.world_size() > 1:
+            check_every = config.distributed.check_weights_every
+            policies.append(ReplicaCheck(train_step, check_every, rollback.once, log))
+        return [*policies, *ends]
 
     blocklist = BadImages(decisions.data.bad_images, log)
     return Policies([*ends, blocklist, stand_in, Outage()], of_run, stop)

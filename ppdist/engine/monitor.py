@@ -306,7 +306,7 @@ class StragglerMonitor(Callback):
 
     def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
         self._steps.append(_Step(result, seconds))
-        if len(self._steps) < _WINDOW or comm.world_size() == 1:
+        if len(self._steps) < _WINDOW:
             return
         found = [_micro_batch_seconds([each]) for each in self._steps]
         usual, self._steps = median([each for each in found if each > 0] or [0.0]), []
