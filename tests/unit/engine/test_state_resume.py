@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ppdist.common.job import JOB_DIR_VARIABLE
+from ppdist.common.job import JOB_DIR_VARIABLE, note_saved
 from ppdist.common.run_log import RunLog
 from ppdist.config.experiment import load_config
 from ppdist.config.train import MicroBatches
@@ -345,7 +345,7 @@ def test_checkpoints_that_are_away_are_waited_for(newest, shapes, job, tmp_path,
         experiment.log.close()
         assert experiment.trainer.state.step == 2
         assert "skipped checkpoint" in said(output)
-        module.note_saved(4)
+        note_saved(4)
     else:
         with raises("checkpoint_unreachable", "step 4", str(output)):
             build(shapes, output, "distributed.timeout_seconds=1")
