@@ -43,14 +43,7 @@ from ppdist.distributed.agreement import require_agreement
 from ppdist.distributed.collectives import all_gather as all_gather
 from ppdist.distributed.collectives import all_reduce_sum as all_reduce_sum
 from ppdist.distributed.collectives import broadcast_tensors as broadcast_tensors
-from ppdist.distributed.collectives import buckets as buckets
-from ppdist.distributed.collectives import local_gradients as local_gradients
-from ppdist.distributed.collectives import mean_tensors as mean_tensors
-from ppdist.distributed.collectives import read as read
 from ppdist.distributed.collectives import routes
-from ppdist.distributed.collectives import sum_tensors as sum_tensors
-from ppdist.distributed.collectives import wrap as wrap
-from ppdist.distributed.collectives import wrap_optimizer as wrap_optimizer
 from ppdist.distributed.gathering import all_gather_large_object as all_gather_large_object
 from ppdist.distributed.gathering import all_gather_rows as all_gather_rows
 from ppdist.distributed.ranks import addresses as addresses
@@ -66,7 +59,6 @@ from ppdist.distributed.store import alive as alive
 from ppdist.distributed.store import all_gather_object as all_gather_object
 from ppdist.distributed.store import announce_arrival as announce_arrival
 from ppdist.distributed.store import barrier as barrier
-from ppdist.distributed.store import gather_on_main as gather_on_main
 from ppdist.distributed.store import once_there as once_there
 from ppdist.distributed.store import (
     require_connectivity,

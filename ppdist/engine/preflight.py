@@ -88,13 +88,13 @@ def preflight(
                 "config": flat_config(config),
             }
         )
-        require_sum()
     if config.early_stopping is not None and not evaluate:
         raise ConfigError(
             "early_stopping needs evaluations",
             code="evaluation_missing",
             fix="start with --eval, or set early_stopping: null",
         )
+    require_sum()
     unknown = unknown_paddle(paddle.__version__)
     return [unknown] if unknown else []
 

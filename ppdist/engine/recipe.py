@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from ppdist.common.errors import ConfigError, WeightsError
 from ppdist.common.files import bytes_of, make_folder, replace_file, writing
@@ -22,6 +22,7 @@ from ppdist.config.data import DataConfig
 from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.config.migration import is_weights_as_model, refuse_options
 from ppdist.config.parse import override_items, parse_plain, parse_tree
+from ppdist.config.schema import fitting, sections_in
 from ppdist.config.shipped import find_config, near, recipes, short_names
 from ppdist.config.train import max_micro_batch
 from ppdist.config.yaml import BASE_KEY, Node, Place, Reader, dump, merge, tree_of
@@ -237,12 +238,9 @@ def _model_section(options: TrainOptions, base: Node) -> Any:
 
     Raises: ConfigError: it is for another task.
     """
-    model: Any = ExperimentConfig.opened(base, []).model_fields["model"].annotation
-    sections = get_args(model) or (model,)  # the one of a plugin, or all of ours
-    name = _value(base, "model.name")
-    named = (each for each in sections if each.model_fields["name"].default == name)
-    section = next(named, sections[0])
-    if name is None or section.task != "detect":
+    sections = sections_in(ExperimentConfig.opened(base, []).model_fields["model"].annotation)
+    section: Any = fitting(sections, base.child("model"))[0]
+    if _value(base, "model.name") is None or section.task != "detect":
         raise ConfigError(
             "is a recipe for classifiers, but data given this way has boxes",
             code="model_without_boxes",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ppdist.common import addresses, files
-from ppdist.common.addresses import is_remote, place_in_shard
+from ppdist.common.addresses import Place, is_remote, place_in_shard
 from ppdist.common.opener import Identity, Opener, of_stat
 from ppdist.storage import stores
 from ppdist.storage.shards import find_member, forget_index, index_of, open_member, read_member
@@ -23,19 +23,11 @@ class StorageOpener(Opener):
 
     def open(self, path: str | Path) -> BinaryIO:
         """As `Opener.open`.  Raises: StorageError, too."""
-        text = os.fspath(path)
-        if not is_remote(text):
-            try:
-                return super().open(text)
-            except NotADirectoryError:
-                place = place_in_shard(text)
-                if place is None:
-                    raise
-                return open_member(place)
-        text = addresses.absolute(text)
-        place = place_in_shard(text)
+        text, place = _locate(path)
         if place is not None:
             return open_member(place)
+        if not is_remote(text):
+            return super().open(text)
         known = stores.listed_identity(text)
         if known is None or not known.bytes:
             return io.BytesIO(stores.fetch(text))
@@ -44,25 +36,20 @@ class StorageOpener(Opener):
 
     def read(self, path: str | Path, most_bytes: int) -> bytes:
         """As `Opener.read`.  Raises: StorageError, too."""
-        text = os.fspath(path)
-        try:
-            if not is_remote(text):
-                return super().read(text, most_bytes)
-        except NotADirectoryError:
-            place = place_in_shard(text)
+        text, place = _locate(path)
+        if not is_remote(text):
             if place is None:
-                raise
+                return super().read(text, most_bytes)
             return read_member(place, most_bytes)
         with self.open(text) as file:
             content = file.read(most_bytes + 1)
         if len(content) > most_bytes:
-            raise files.too_large(len(content), most_bytes, text)
+            raise files.too_large(len(content), most_bytes, os.fspath(path))
         return content
 
     def can_be_read(self, path: str | Path) -> bool:
         """As `Opener.can_be_read`; of an image in a shard, whether its shard can."""
-        text = os.fspath(path)
-        place = place_in_shard(text)
+        text, place = _locate(path)
         if place is not None:
             text = os.path.join(place.folder, place.shard)
         if not is_remote(text):
@@ -77,28 +64,29 @@ class StorageOpener(Opener):
 
     def identity_of(self, path: str) -> Identity:
         """As `Opener.identity_of`.  A server that cannot list is not asked."""
-        place, remote = None, is_remote(path)
-        if not remote:
-            try:
-                return super().identity_of(path)
-            except NotADirectoryError:
-                place = place_in_shard(path)
-                if place is None:
-                    raise
-        path = addresses.absolute(path)
-        place = place or place_in_shard(path)
+        text, place = _locate(path)
+        remote = is_remote(text)
         if place is not None:
             shard, member = os.path.join(place.folder, place.shard), find_member(place)
             whole = stores.known_identity(shard) if remote else of_stat(os.stat(shard))
             mark = f"{whole.mark} {member.mark} {member.offset}" if whole.mark else ""
             return Identity(member.size, mark)
-        folder, _, name = path.rpartition("/")
+        if not remote:
+            return super().identity_of(text)
+        folder, _, name = text.rpartition("/")
         listed = stores.list_folder(folder)
         if listed is None:
             return Identity(0, "")
         if name not in listed:
-            raise FileNotFoundError(errno.ENOENT, "does not exist in the store", path)
+            raise FileNotFoundError(errno.ENOENT, "does not exist in the store", text)
         return listed[name]
+
+
+def _locate(path: str | os.PathLike[str]) -> tuple[str, Place | None]:
+    """Gives the path, of one in a store its URL; and its place in a shard, if it leads there."""
+    text = os.fspath(path)
+    text = addresses.absolute(text) if is_remote(text) else text
+    return text, place_in_shard(text)
 
 
 STORAGE = StorageOpener()

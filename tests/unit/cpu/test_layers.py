@@ -14,7 +14,7 @@ from ppdist.config.model import PPYOLOEConfig
 from ppdist.cpu import layers, onednn, switch
 from ppdist.cpu.precision import FLOAT32, compute_in
 from ppdist.cpu.switch import self_check, use_onednn, use_plain_layers
-from ppdist.distributed import comm
+from ppdist.distributed import collectives, comm
 from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
 from ppdist.models.attention import HEADS, HIDDEN, MultiHeadAttention
 from ppdist.models.build import build_model
@@ -296,10 +296,10 @@ def train_on_ranks(argument):
     model = nn.Sequential(ConvBNLayer(3, 16, 3), RepConv(16), nn.Conv2D(16, 4, 1))
     if fast:
         use_onednn(model)
-    wrapped = comm.wrap(model)
+    wrapped = collectives.wrap(model)
     rng = np.random.RandomState(comm.rank())
     batches = [rng.standard_normal((2, 3, 8, 8)).astype("float32") for _ in range(2)]
-    with comm.local_gradients(wrapped):
+    with collectives.local_gradients(wrapped):
         wrapped(paddle.to_tensor(batches[0])).square().mean().backward()
     wrapped(paddle.to_tensor(batches[1])).square().mean().backward()
     found = {name: p.grad.tolist() for name, p in model.named_parameters() if p.grad is not None}

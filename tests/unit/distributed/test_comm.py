@@ -12,8 +12,8 @@ import pytest
 
 from ppdist.common.errors import DataError, RankError
 from ppdist.config.distributed import DistributedConfig
-from ppdist.distributed import comm, store
-from ppdist.distributed.comm import buckets
+from ppdist.distributed import collectives, comm, store
+from ppdist.distributed.collectives import buckets
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 
@@ -76,7 +76,7 @@ def meet(argument):
     me = comm.rank()
     total = comm.all_reduce_sum(paddle.to_tensor([1.0 + me]))
     means = [paddle.to_tensor([1.0 + me, 4.0]), paddle.to_tensor([[6.0 * me]])]
-    comm.mean_tensors(means)
+    collectives.mean_tensors(means)
     rows = comm.all_gather_rows(np.full((me * 2, 3), me, "float32"))  # rank 0 has no row
     objects = comm.all_gather_large_object({"rank": me, "text": "höhe\n" * me})
     slow = comm.run_on_main(lambda: time.sleep(0.3) or {"from": comm.rank()})
@@ -161,7 +161,7 @@ def test_one_process_needs_no_ranks():
     assert comm.all_gather(tensor).shape == [1, 1]
     assert comm.run_on_main(lambda: 7) == 7
     layer = paddle.nn.Linear(1, 1)
-    assert comm.wrap(layer) is layer
+    assert collectives.wrap(layer) is layer
 
 
 def test_messages_are_of_so_many_bytes_whatever_the_type():

@@ -29,9 +29,9 @@ def sums(argument):
     ours.append(transposed)
     theirs, means = ([tensor.clone() for tensor in ours] for _ in range(2))
     small = comm.all_reduce_sum(paddle.to_tensor([1.0 + comm.rank(), float("nan")])).tolist()
-    comm.sum_tensors(ours)
-    comm.mean_tensors(means)
-    comm.mean_tensors([])
+    collectives.sum_tensors(ours)
+    collectives.mean_tensors(means)
+    collectives.mean_tensors([])
     for tensor in theirs:
         paddle.distributed.all_reduce(tensor)
     rows = comm.all_gather(paddle.to_tensor([[1.0 + comm.rank(), -0.0]]).t())

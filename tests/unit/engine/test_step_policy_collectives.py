@@ -44,15 +44,17 @@ def described(argument):
 
 def watch(patch, record):
     for name in COLLECTIVES:
-        inner = getattr(comm, name)
+        modules = [
+            module for module in (collectives, gathering, store, comm) if hasattr(module, name)
+        ]
+        inner = getattr(modules[0], name)
 
         def call(*arguments, name=name, inner=inner):
             record.append([name, described(arguments[0]) if arguments else []])
             return inner(*arguments)
 
-        for module in (collectives, gathering, store, comm):
-            if hasattr(module, name):
-                patch.setattr(module, name, call)
+        for module in modules:
+            patch.setattr(module, name, call)
 
 
 def no_memory(trainer):
