@@ -1,4 +1,4 @@
-"""Cards of a host: present, visible, asked for.
+"""The cards of a host: which are present, visible and requested.
 
 A card is named by its physical id, the number nvidia-smi shows; CUDA_VISIBLE_DEVICES lists physical
 ids (or UUIDs) and requested cards must be in it: that is how Paddle's launcher reads both.  Cards
@@ -28,45 +28,45 @@ class Card:
 
 
 def machine_cards() -> list[Card]:
-    """This machine's NVIDIA cards, whether CUDA sees them or not."""
-    return _cards_of_nvidia_smi() or _cards_of_driver()
+    """Returns this machine's NVIDIA cards, whether CUDA sees them or not."""
+    return _read_nvidia_smi() or _query_driver()
 
 
-def _cards_of_nvidia_smi() -> list[Card]:
-    program = shutil.which("nvidia-smi") or shutil.which("/usr/lib/wsl/lib/nvidia-smi")
-    if program is None:
+def _read_nvidia_smi() -> list[Card]:
+    nvidia_smi = shutil.which("nvidia-smi") or shutil.which("/usr/lib/wsl/lib/nvidia-smi")
+    if nvidia_smi is None:
         return []
     try:
-        listed = output_of([program, "-L"], _SMI_SECONDS)
+        listing = output_of([nvidia_smi, "-L"], _SMI_SECONDS)
     except OSError:
         return []
-    return parse_nvidia_smi(listed[1]) if listed is not None and listed[0] == 0 else []
+    return parse_nvidia_smi(listing[1]) if listing is not None and listing[0] == 0 else []
 
 
 def parse_nvidia_smi(listing: str) -> list[Card]:
-    """Cards in the output of `nvidia-smi -L`, without MIG slices."""
+    """Reads the cards from the output of `nvidia-smi -L`; MIG slices are left out."""
     pattern = re.compile(r"^GPU (\d+): (.*?)(?: \(UUID: (\S+)\))?\s*$", re.MULTILINE)
     return [Card(int(index), name, uuid or "") for index, name, uuid in pattern.findall(listing)]
 
 
-def _cards_of_driver() -> list[Card]:
-    """For containers without nvidia-smi: the driver's count, or else the device files."""
+def _query_driver() -> list[Card]:
+    """Asks the driver, or else counts the device files: containers may lack nvidia-smi."""
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
         return []
-    files = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+    device_files = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return [Card(index) for index in range(len(files))]
+        return [Card(index) for index in range(len(device_files))]
     # The driver counts visible cards only: with CUDA_VISIBLE_DEVICES set the files may say more.
     if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
-        return [Card(index) for index in range(max(count.value, len(files)))]
+        return [Card(index) for index in range(max(count.value, len(device_files)))]
     return []
 
 
 def visible_labels(cards: Sequence[Card], variable: str | None) -> list[str]:
-    """Ids of the visible cards, in CUDA's order.
+    """Lists the ids of the visible cards, in CUDA's order.
 
     Args:
         variable: the value of CUDA_VISIBLE_DEVICES, or None when it is not set.
@@ -78,7 +78,7 @@ def visible_labels(cards: Sequence[Card], variable: str | None) -> list[str]:
     if not cards:
         return []
     labels = []
-    for label in (part.strip() for part in variable.split(",")):
+    for label in (entry.strip() for entry in variable.split(",")):
         if label in ("", "-1", "NoDevFiles"):
             break  # CUDA reads the list up to the first entry that names nothing
         if label.isdigit() and int(label) not in [card.index for card in cards]:
@@ -88,19 +88,19 @@ def visible_labels(cards: Sequence[Card], variable: str | None) -> list[str]:
                 code="visible_devices_wrong",
                 fix="correct or unset the variable",
             )
-        named = [card for card in cards if card.uuid and card.uuid.startswith(label)]
-        labels.append(str(named[0].index) if len(named) == 1 and not label.isdigit() else label)
+        matches = [card for card in cards if card.uuid and card.uuid.startswith(label)]
+        labels.append(str(matches[0].index) if len(matches) == 1 and not label.isdigit() else label)
     return labels
 
 
 def expand_ids(text: str) -> list[str]:
-    """Expands ids with ranges: `0-3,6` -> 0 1 2 3 6.
+    """Expands a list of card ids with ranges: `0-3,6` -> 0 1 2 3 6.
 
     Raises: LaunchError: not a list of ids, a range that runs backwards, or an id twice.
     """
-    bare = re.sub(r"(?<=\d)\s*-\s*(?=\d)", "-", text.strip(" '\""))
+    normalized = re.sub(r"(?<=\d)\s*-\s*(?=\d)", "-", text.strip(" '\""))
     ids: list[str] = []
-    for part in re.split(r"[,\s]+", bare.strip(" ,")):
+    for part in re.split(r"[,\s]+", normalized.strip(" ,")):
         span = re.fullmatch(r"(\d+)-(\d+)", part)
         if span:
             first, last = int(span[1]), int(span[2])
@@ -126,20 +126,20 @@ def expand_ids(text: str) -> list[str]:
     return ids
 
 
-def _require_once(cards: Sequence[str], text: str, how: str) -> None:
-    double = sorted({card for card in cards if cards.count(card) > 1})
-    if double:
+def _require_once(cards: Sequence[str], text: str, description: str) -> None:
+    repeated = sorted({card for card in cards if cards.count(card) > 1})
+    if repeated:
         raise LaunchError(
-            f"card {', '.join(double)} is listed {how}",
+            f"card {', '.join(repeated)} is listed {description}",
             code="cards_repeated",
             where=f"cards {text!r}",
         )
 
 
 def cards_of_runs(text: str) -> list[list[str]]:
-    """Cards of concurrent runs: `0,1|2-3` -> 0 1 and 2 3.
+    """Splits the cards among concurrent runs: `0,1|2-3` -> 0 1 and 2 3.
 
-    Raises: LaunchError: as `expand_ids`; they have unlike numbers of cards, or share one.
+    Raises: LaunchError: as `expand_ids`; the runs have unlike numbers of cards, or share one.
     """
     runs_RC = [expand_ids(part) for part in text.strip(" '\"").split("|")]
     if len({len(cards) for cards in runs_RC}) > 1:
@@ -152,24 +152,25 @@ def cards_of_runs(text: str) -> list[list[str]]:
     return runs_RC
 
 
-def deal_out(visible: Sequence[str], runs: int, each: int) -> list[list[str]]:
-    """Deals cards to concurrent runs, in order.
+def deal_out(visible: Sequence[str], runs: int, cards_per_run: int) -> list[list[str]]:
+    """Deals the visible cards out to concurrent runs, in order.
 
     Raises: LaunchError: there are not enough.
     """
-    if runs * each > len(visible):
+    if runs * cards_per_run > len(visible):
         raise LaunchError(
-            f"{runs} at a time with {each} card{'s' * (each > 1)} each need {runs * each}, and "
-            f"this machine has {len(visible)} visible",
+            f"{runs} at a time with {cards_per_run} card{'s' * (cards_per_run > 1)} each need "
+            f"{runs * cards_per_run}, and this machine has {len(visible)} visible",
             code="cards_too_few",
             fix=(
                 "ask for fewer, or hide the cards to compute on the CPU: CUDA_VISIBLE_DEVICES= "
                 "before the command"
             ),
         )
-    return [list(visible[run * each : (run + 1) * each]) for run in range(runs)]
+    return [list(visible[run * cards_per_run : (run + 1) * cards_per_run]) for run in range(runs)]
 
 
 def listed_ids(labels: Iterable[object]) -> str:
+    """Names cards for a message: `card 3` or `cards 0, 1`."""
     texts = [str(label) for label in labels]
     return f"card {texts[0]}" if len(texts) == 1 else f"cards {', '.join(texts)}"

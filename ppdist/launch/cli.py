@@ -3,9 +3,9 @@
     fleetrun [--ips A,B] [--selected_gpus 0-7] [--nproc_per_node N] [--max_restart K] script.py ...
 
     options          what was typed
-    job              its attempts, from the first to the last
+    job              the attempts of a job, from the first to the last
     topology         the ranks of this host, and the variables of each
-      cards          which there are, which were asked for
+      cards          the cards present, visible and requested
       network        hosts, interfaces, ports
     rendezvous       hosts call the first, which compares and says who trains
       handshake      what must agree
@@ -13,8 +13,8 @@
     control_channel  hosts tell one another how they end
     supervisor       the processes of this host's ranks
       worker         what is started for each rank, and starts the script
-      watchdog       who makes no progress
-      outcome        who failed first, which message, which exit code
+      watchdog       ends ranks that make no progress
+      outcome        the rank that failed first, the message, the exit code
     signals console  requests to stop, lines for the user
     metrics          what Prometheus reads
     doctor           preflight of a host
@@ -22,7 +22,7 @@
 Paddle's own parser takes `0-7` for the script or for one card, two hosts for rank 0, and restarts
 nothing.  Paddle installs a `fleetrun` too, so installing or removing Paddle may replace ours.
 
-All else is imported once signals are held: one that comes earlier ends Python in its own way.
+Everything else is imported once signals are held: an earlier one would end Python with a traceback.
 """
 
 import os
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Entry of the console script and of tools/launch.py; returns the exit code."""
+    """Runs the console script and tools/launch.py; returns the exit code."""
     hold_signals()
     _open_streams()
     from ppdist.common import limits
@@ -60,8 +60,8 @@ def main() -> int:
     with signals_noted() as received:
         release_signals()
         try:
-            look, run = topology.this_machine, supervisor.run_job
-            return fleetrun(arguments, os.environ, look, run, received)
+            inspect, run = topology.this_machine, supervisor.run_job
+            return fleetrun(arguments, os.environ, inspect, run, received)
         except UserError as error:
             console.say(f"error: {with_code(str(error), error.code)}", name="ppdist")
             return USER_ERROR
@@ -79,7 +79,7 @@ def _open_streams() -> None:
 
 
 def started_by_stock_launcher(environment: Mapping[str, str] | None = None) -> str | None:
-    """Warning for a rank that Paddle's own launcher started, or None.
+    """Writes the warning for a rank that Paddle's own launcher started; None for other ranks.
 
     Args:
         environment: of the rank; None for this process's own.
@@ -108,18 +108,21 @@ def started_by_stock_launcher(environment: Mapping[str, str] | None = None) -> s
 
 
 def whose_fleetrun(search_path: str | None = None) -> "tuple[str, Path | None]":
-    """Owner (`ppdist`, `paddle`, `unknown`, `none`) and path of `fleetrun` on PATH."""
+    """Finds `fleetrun` on PATH; returns its owner and path.
+
+    Returns: the owner is `ppdist`, `paddle`, `unknown`, or `none` where there is no such command.
+    """
     import shutil
     from pathlib import Path
 
-    found = shutil.which("fleetrun", path=search_path)
-    if found is None:
+    script = shutil.which("fleetrun", path=search_path)
+    if script is None:
         return "none", None
-    text = Path(found).read_text(encoding="utf-8", errors="replace")
+    text = Path(script).read_text(encoding="utf-8", errors="replace")
     for owner, module in (("ppdist", "ppdist.launch.cli"), ("paddle", "paddle.distributed")):
         if module in text:
-            return owner, Path(found)
-    return "unknown", Path(found)
+            return owner, Path(script)
+    return "unknown", Path(script)
 
 
 if __name__ == "__main__":

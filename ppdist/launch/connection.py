@@ -89,23 +89,26 @@ class Connection:
             self._write(b"ppdist " + self._nonce)
 
     @classmethod
-    def call(cls, address: str, port: int, own: str = "", token: str = "") -> "Connection":
+    def call(
+        cls, address: str, port: int, local_address: str = "", token: str = ""
+    ) -> "Connection":
         """Starts to connect; `receive` finds the result.
 
-        Args: own: source address, if this machine has it: other hosts identify this one by it.
+        Args: local_address: source address, if this machine has it: other hosts identify this one
+            by it.
         """
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         with contextlib.suppress(OSError):
-            sock.bind((own, 0))
+            sock.bind((local_address, 0))
         connection = cls(sock, token, calls=True, connecting=True)
         code = sock.connect_ex((address, port))
         if code not in (0, errno.EINPROGRESS):
-            connection._end(_reason(code))
+            connection._end(_explain_errno(code))
         return connection
 
     @property
     def silence(self) -> str:
-        """What it means that nothing more comes."""
+        """Explains why nothing more comes from the other end, as text for a message."""
         return SILENT if self._nonces is None else CUT_OFF
 
     def fileno(self) -> int:
@@ -124,7 +127,7 @@ class Connection:
         self._sent += 1
 
     def receive(self) -> list[Message]:
-        """Messages since the last call; also sends what is still queued."""
+        """Returns the messages since the last call; also sends what is still queued."""
         if self.closed is None and self.connecting:
             self._finish_connecting()
         while self.closed is None and not self.connecting:
@@ -133,7 +136,7 @@ class Connection:
             except BlockingIOError:
                 break
             except OSError as error:
-                self._end(_reason(error.errno))
+                self._end(_explain_errno(error.errno))
                 break
             if not piece:
                 self._end("connection closed by peer")
@@ -143,12 +146,12 @@ class Connection:
             if len(self._incoming) > (_LINE_BYTES if self._key else _GREETING_BYTES):
                 break  # complete lines are read below, the rest at the next call
         self._flush()
-        return self._messages()
+        return self._parse_lines()
 
-    def close(self, why: str = "") -> None:
+    def close(self, reason: str = "") -> None:
         """Closes the connection; data sent before still arrives.
 
-        Args: why: more telling than that the other end closed it, too.
+        Args: reason: the reason to report, more precise than that the other end closed it, too.
         """
         if self.closed is None:
             self._flush()
@@ -159,18 +162,18 @@ class Connection:
                     if not self._socket.recv(_RECEIVE_BYTES):
                         break
             self._end("closed")
-        self.closed = why or self.closed
+        self.closed = reason or self.closed
 
     def _finish_connecting(self) -> None:
         code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
-            self._end(_reason(code))
+            self._end(_explain_errno(code))
             return
         try:
             self._socket.getpeername()
         except OSError:  # still connecting
             if time.monotonic() - self.opened > _CONNECT_SECONDS:
-                self._end(_reason(errno.ETIMEDOUT))
+                self._end(_explain_errno(errno.ETIMEDOUT))
             return
         self.connecting, self.heard = False, time.monotonic()
 
@@ -188,7 +191,8 @@ class Connection:
         except OSError:  # `receive` notices, after reading what came before
             self._outgoing.clear()
 
-    def _messages(self) -> list[Message]:
+    def _parse_lines(self) -> list[Message]:
+        """Takes the complete lines out of the buffer; the first ones authenticate the other end."""
         *lines, rest = bytes(self._incoming).split(b"\n")
         self._incoming = bytearray(rest)
         messages = []
@@ -196,13 +200,13 @@ class Connection:
             if not self._key:
                 problem = self._authenticate(line)
             else:
-                message = self._opened(line)
+                message = self._verify_line(line)
                 problem = "" if message else OTHER_PROGRAM
                 messages.append(message or {})
             if problem:
                 self._incoming.clear()
                 self._end(problem)
-                self.closed = problem  # more telling than that the other end closed it, too
+                self.closed = problem  # more precise than that the other end closed it, too
                 return []
         if len(rest) > (_LINE_BYTES if self._key else _GREETING_BYTES):
             self._end(OTHER_PROGRAM)
@@ -211,17 +215,17 @@ class Connection:
     def _authenticate(self, line: bytes) -> str:
         """Reads a line of the handshake; returns why it fails, or ""."""
         if not self.calls:
-            found = re.fullmatch(rb"([0-9a-f]{32}) ([0-9a-f]{64})", line)
-            self._nonces = (found[1], self._nonce) if found else None
-            if not found or not hmac.compare_digest(found[2], self._proof(b"caller")):
+            greeting = re.fullmatch(rb"([0-9a-f]{32}) ([0-9a-f]{64})", line)
+            self._nonces = (greeting[1], self._nonce) if greeting else None
+            if not greeting or not hmac.compare_digest(greeting[2], self._proof(b"caller")):
                 self._write(_REFUSED)
                 return OTHER_TOKEN
             self._write(self._proof(b"called"))
         elif self._nonces is None:
-            found = re.fullmatch(rb"ppdist ([0-9a-f]{32})", line)
-            if not found:
+            greeting = re.fullmatch(rb"ppdist ([0-9a-f]{32})", line)
+            if not greeting:
                 return OTHER_PROGRAM
-            self._nonces = (self._nonce, found[1])
+            self._nonces = (self._nonce, greeting[1])
             self._write(self._nonce + b" " + self._proof(b"caller"))
             return ""
         elif not hmac.compare_digest(line, self._proof(b"called")):
@@ -232,17 +236,17 @@ class Connection:
         self._waiting.clear()
         return ""
 
-    def _proof(self, what: bytes) -> bytes:
-        """HMAC that proves knowledge of the token, for this connection only."""
-        text = b" ".join((b"ppdist", what, *(self._nonces or ())))
+    def _proof(self, purpose: bytes) -> bytes:
+        """Computes the HMAC that proves knowledge of the token, for this connection only."""
+        text = b" ".join((b"ppdist", purpose, *(self._nonces or ())))
         return hmac.new(self._token, text, "sha256").hexdigest().encode()
 
     def _mac(self, by_caller: bool, number: int, content: bytes) -> bytes:
         text = b"%d %d " % (by_caller, number) + content
         return hmac.new(self._key, text, "sha256").hexdigest().encode()
 
-    def _opened(self, line: bytes) -> Message | None:
-        """The message in a line; None: not authentic."""
+    def _verify_line(self, line: bytes) -> Message | None:
+        """Returns the message in a line; None if its MAC or form is wrong."""
         mac, _, content = line.partition(b" ")
         if not hmac.compare_digest(mac, self._mac(not self.calls, self._received, content)):
             return None
@@ -254,9 +258,9 @@ class Connection:
         is_message = isinstance(message, dict) and isinstance(message.get("type"), str)
         return message if is_message else None
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         if self.closed is None:
-            self.closed = why
+            self.closed = reason
         self._socket.close()
 
 
@@ -279,33 +283,33 @@ def wait_for_any(
     seconds: float,
     calling: Iterable[Connection] = (),
 ) -> bool:
-    """Whether data or an answered call comes within `seconds`; waits for it."""
+    """Waits up to `seconds`; returns True once data or an answered call is there."""
     poll = select.poll()
-    for each in reading:
-        poll.register(each, select.POLLIN)
+    for source in reading:
+        poll.register(source, select.POLLIN)
     for call in calling:
         poll.register(call, select.POLLOUT)
     return bool(poll.poll(1000 * seconds))
 
 
 def text_of(message: Message, key: str, limit: int = 16_000) -> str:
-    """Text field of a message, without control characters, or ""."""
+    """Reads a text field of a message, without control characters; "" if there is none."""
     value = message.get(key)
     if not isinstance(value, str):
         return ""
     return "".join(letter for letter in value[:limit] if letter.isprintable() or letter in "\n\t")
 
 
-def integer_of(message: Message, key: str, least: int, most: int) -> int | None:
-    """Integer field of a message, from least to most, or None."""
+def integer_of(message: Message, key: str, minimum: int, maximum: int) -> int | None:
+    """Reads an integer field of a message; None if it is not from minimum to maximum."""
     value = message.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         return None
     return value
 
 
-def _reason(code: int | None) -> str:
-    """Why a connection failed, and what to check."""
+def _explain_errno(code: int | None) -> str:
+    """Explains why a connection failed, and what to check."""
     if code == errno.ECONNREFUSED:
         return (
             "connection refused: nothing listens there (is fleetrun started on that host, with the "

@@ -12,16 +12,16 @@ from ppdist.runtime.writer_thread import TERMINAL, Screen
 
 
 def say(text: str, name: str = "fleetrun") -> None:
-    """One line on stderr; never blocks."""
+    """Prints one line on stderr; never blocks."""
     Screen(sys.stderr).write(printable(f"{name}: {text}\n"))
 
 
 def say_end(outcome: Outcome) -> None:
-    """The message of an outcome, if there is something to say."""
+    """Prints the message of an outcome, if it has one."""
     if outcome.message:
         say(outcome.message, name="ppdist" if outcome.code == USER_ERROR else "fleetrun")
 
 
 def finish() -> None:
-    """Before the end: waits briefly for unwritten lines."""
+    """Waits briefly for unwritten lines, at the end of the process."""
     TERMINAL.flush()

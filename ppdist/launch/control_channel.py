@@ -40,7 +40,7 @@ _MESSAGE_LIMIT = 12_000  # characters sent to other hosts
 
 @dataclass(frozen=True)
 class HostEnd:
-    """How the ranks of one host ended."""
+    """The end of one host's ranks, as the hosts report it to one another."""
 
     host: str
     code: int
@@ -56,6 +56,7 @@ class HostEnd:
 
     @classmethod
     def read(cls, message: Message, host: str) -> "HostEnd":
+        """Reads a report that another host has sent."""
         code = integer_of(message, "code", 0, 255)
         age = integer_of(message, "age_ms", 0, 3_600_000) or 0
         return cls(
@@ -73,7 +74,7 @@ class HostEnd:
         )
 
     def as_message(self, kind: str, age: float = 0.0) -> Message:
-        """The message to send.
+        """Builds the message to send.
 
         Args: age: of the end, s, because clocks differ.
         """
@@ -102,7 +103,7 @@ class HostEnd:
 
 
 def verdict(reports: Sequence[HostEnd]) -> HostEnd:
-    """The report that decides for all hosts: that of the root cause.
+    """Chooses the report that decides for all hosts: that of the root cause.
 
     A second Ctrl-C takes precedence, then wrong input, as among the ranks of one host
     (watchdog.py).
@@ -112,9 +113,12 @@ def verdict(reports: Sequence[HostEnd]) -> HostEnd:
     if interrupted:  # by a user's second Ctrl-C, of which all else is a consequence
         decisive = interrupted[0]
     elif failed:
-        wrong = [each for each in failed if each.code == USER_ERROR and not each.is_consequence]
+        wrong = [
+            report for report in failed if report.code == USER_ERROR and not report.is_consequence
+        ]
         decisive = min(
-            wrong or failed, key=lambda each: (each.is_consequence, each.is_guess, each.time)
+            wrong or failed,
+            key=lambda report: (report.is_consequence, report.is_guess, report.time),
         )
     else:
         decisive = max(reports, key=lambda report: report.code == STOPPED)
@@ -124,7 +128,7 @@ def verdict(reports: Sequence[HostEnd]) -> HostEnd:
 
 
 class Hub(Protocol):
-    """Where hosts wait to be taken in: see rendezvous.py."""
+    """The hub as a control channel uses it: hosts wait there to be taken in (rendezvous.py)."""
 
     def watch(self) -> None: ...
     def waiting(self) -> list[str]: ...
@@ -146,7 +150,7 @@ class ControlChannel:
 
     def __init__(
         self,
-        own: str,
+        local_host: str,
         hosts: Sequence[str],
         peers: Mapping[str, Connection],
         say: Callable[[str], None],
@@ -161,28 +165,28 @@ class ControlChannel:
     ) -> None:
         """
         Args:
-            own: address of this host, one of `hosts`.
+            local_host: address of this host, one of `hosts`.
             peers: connections by address.
             silence: seconds after which a silent host counts as lost.
             attempt, changes, skip: number of worlds before, how many ended because hosts went or
                 came, and the skipped steps, as agreed in the handshake.
             nonce: random text from the first host, for the name of the job.
             is_elastic: the run goes on without hosts that are lost.
-            hub: of the job, on the first host.
+            hub: that of the job, on the first host.
         """
         self.attempt, self.changes, self.skip, self.nonce = attempt, changes, skip, nonce
         self._is_elastic, self._hub = is_elastic, hub
-        self._left: list[str] = []  # said at the end that they go for good
-        self._turned_away: list[str] = []  # came last, and no step was made with them
+        self._left: list[str] = []  # hosts that reported to leave for good
+        self._turned_away: list[str] = []  # hosts that came last, and no step was made with them
         self._saved: int | None = None  # the step that was saved when a host first asked
-        self._makes_room = False  # it ends so that other hosts can join
+        self._makes_room = False  # the world ends so that other hosts can join
         self._lost: set[str] = set()
-        self._own, self.hosts, self._peers = own, tuple(hosts), dict(peers)
-        self._is_first = own == hosts[0]
+        self._local_host, self.hosts, self._peers = local_host, tuple(hosts), dict(peers)
+        self._is_first = local_host == hosts[0]
         self._say, self._silence = say, silence
         self.stopped_by: int | None = None
         self.cause_known = self.hosts_change = False
-        self._stopping = self._must_stop = self._told_signal = False
+        self._stopping = self._must_stop = self._signal_sent = False
         self._reports: dict[str, HostEnd] = {}  # on the first host: of all that have ended
         self._verdict: HostEnd | None = None
         self._beat = 0.0
@@ -195,22 +199,26 @@ class ControlChannel:
         Args:
             received: the signals that stopped this fleetrun.
         """
-        if received and not self._told_signal:
-            self._told_signal = True
+        if received and not self._signal_sent:
+            self._signal_sent = True
             name = signal.Signals(received[0]).name
-            self._tell(_stop(self._own, f"got {name}", True, leaves=self._leaves(received)))
+            self._tell(
+                _make_stop_message(
+                    self._local_host, f"got {name}", True, leaves=self._is_leaving(received)
+                )
+            )
         if self._hub is not None:
             self._hub.watch()
         for host, peer in self._peers.items():
             for message in peer.receive():
-                self._hear(host, message)
+                self._handle_message(host, message)
             silent = time.monotonic() - peer.heard
             if peer.closed is not None:
-                self._lose(
+                self._mark_lost(
                     host, "connection lost: its fleetrun was killed, or the host was switched off"
                 )
             elif silent > self._silence:
-                self._lose(
+                self._mark_lost(
                     host,
                     f"no heartbeat for {self._silence:.0f} s: it is switched off or suspended, "
                     "or the network between the hosts is down or loses long packets (MTU: "
@@ -222,9 +230,9 @@ class ControlChannel:
         return self._must_stop
 
     def take_in(self, saved_step: Callable[[], int]) -> None:
-        """Ends the world, at a checkpoint, if hosts ask to join.
+        """Ends the world after a checkpoint if hosts ask to join.
 
-        Args: saved_step: finds the step of the newest checkpoint.
+        Args: saved_step: returns the step of the newest checkpoint.
         """
         waiting = self._hub.waiting() if self._hub is not None and self._is_elastic else []
         if not waiting or self._stopping:
@@ -233,51 +241,53 @@ class ControlChannel:
             self._saved = saved_step()
             self._say(f"host {', '.join(waiting)} is back; taken in at the next checkpoint")
         elif saved_step() > self._saved:
-            why = f"takes in host {', '.join(waiting)}"
-            self._say(f"{why}: stopping all ranks after their step")
+            reason = f"takes in host {', '.join(waiting)}"
+            self._say(f"{reason}: stopping all ranks after their step")
             self._makes_room = self.hosts_change = True
-            self._obey(_stop(self._own, why, by_signal=True), self._own)
+            self._stop_ranks(
+                _make_stop_message(self._local_host, reason, by_signal=True), self._local_host
+            )
             self._must_stop = True
 
     def tell_failure(self, failure: Outcome) -> None:
         """Stops the other hosts before all ranks of this one have ended."""
         if not self._stopping:
-            why = failure.told.partition("\n")[0]
-            stop = _stop(self._own, why, known=failure.knows_cause)
-            self._obey(stop, self._own)
+            reason = failure.remote_message.partition("\n")[0]
+            stop = _make_stop_message(self._local_host, reason, cause_known=failure.knows_cause)
+            self._stop_ranks(stop, self._local_host)
             if not self._is_first:
                 self._tell(stop)
 
     def finish(self, outcome: Outcome, received: Sequence[int]) -> Outcome:
-        """Reports how this host ended, waits for all, returns the outcome.
+        """Reports how this host ended, waits for all hosts, returns the common outcome.
 
         Args:
             received: the signals that stopped this fleetrun; a new one stops the other hosts, a
                 second one ends the wait.
         """
         self._report(outcome, received)
-        begin, noted = time.monotonic(), False
+        begin, is_noted = time.monotonic(), False
         while self._verdict is None:
             self.watch(received)
             if at_once(received):
                 if self._is_first:  # nobody else would tell the others
-                    local_report = replace(self._reports[self._own], stopped=True)
+                    local_report = replace(self._reports[self._local_host], stopped=True)
                     self._tell(local_report.as_message("verdict"))
                 self.close()
                 return outcome
             if self._is_first and len(self._reports) == len(self.hosts):
                 self._verdict = self._decide()
                 break
-            if not noted and time.monotonic() - begin > _NOTE_SECONDS:
-                noted = True
+            if not is_noted and time.monotonic() - begin > _NOTE_SECONDS:
+                is_noted = True
                 self._say("the ranks of this host have ended; waiting for other hosts")
-            self._wait()
+            self._wait_for_peers()
         decisive = self._verdict
         if self._is_first:
             self._tell_verdict(decisive)
-            decisive = self._verdict_for(self._own, decisive)
+            decisive = self._verdict_for(self._local_host, decisive)
         self.close()
-        ended = _as_seen_by(self._own, outcome, decisive)
+        ended = _adapt_outcome(self._local_host, outcome, decisive)
         if decisive.goes_on and not received:
             return replace(ended, goes_on=True)
         if decisive.leaves and decisive.failed:
@@ -291,110 +301,122 @@ class ControlChannel:
         return replace(ended, message=f"{ended.message}\n{_NO_CAUSE}")
 
     def _decide(self) -> HostEnd:
-        """The verdict, and whether the run goes on with other hosts."""
+        """Chooses the verdict, and decides whether the run goes on with other hosts."""
         reports = list(self._reports.values())
-        found = verdict(reports)
-        self._left = [each.host for each in reports if each.leaves]
-        if not self._is_elastic or found.code == 0:
-            return found
-        if any(each.stopped and not each.leaves for each in reports):
-            return found  # a user has stopped the whole run
+        decisive = verdict(reports)
+        self._left = [report.host for report in reports if report.leaves]
+        if not self._is_elastic or decisive.code == 0:
+            return decisive
+        if any(report.stopped and not report.leaves for report in reports):
+            return decisive  # a user has stopped the whole run
         newcomers = self._hub.newcomers() if self._hub is not None else []
-        self._turned_away = _blamed(found, newcomers)
+        self._turned_away = _hosts_to_blame(decisive, newcomers)
         if self._turned_away:
             hosts = ", ".join(self._turned_away)
             self._say(f"goes on without host {hosts}, which came last: no step was made with it")
-            return replace(found, stopped=False, goes_on=True)
-        changed = self._makes_room or self._left or found.host in self._lost
-        if not changed or found.code == USER_ERROR:
-            return found
-        if found.host in self._lost:
-            found = replace(found, host=listed(sorted(self._lost)))
-        return replace(found, stopped=False, goes_on=True)
+            return replace(decisive, stopped=False, goes_on=True)
+        changed = self._makes_room or self._left or decisive.host in self._lost
+        if not changed or decisive.code == USER_ERROR:
+            return decisive
+        if decisive.host in self._lost:
+            decisive = replace(decisive, host=listed(sorted(self._lost)))
+        return replace(decisive, stopped=False, goes_on=True)
 
-    def _tell_verdict(self, found: HostEnd) -> None:
+    def _tell_verdict(self, decisive: HostEnd) -> None:
         for host, peer in self._peers.items():
             if peer.closed is None:
-                peer.send(self._verdict_for(host, found).as_message("verdict"))
+                peer.send(self._verdict_for(host, decisive).as_message("verdict"))
 
-    def _verdict_for(self, host: str, found: HostEnd) -> HostEnd:
+    def _verdict_for(self, host: str, decisive: HostEnd) -> HostEnd:
+        """Adapts the verdict to a host: one that is turned away leaves, the others go on."""
         if host in self._turned_away:
-            return replace(found, goes_on=False, leaves=True)
+            return replace(decisive, goes_on=False, leaves=True)
         # A host that goes on and finds no hub did nothing wrong.
-        return replace(found, code=1) if self._turned_away else found
+        return replace(decisive, code=1) if self._turned_away else decisive
 
     def _report(self, outcome: Outcome, received: Sequence[int]) -> None:
+        """Sends how this host ended to the first host, or records it there."""
         stopped = bool(received)
         age = max(0.0, boot_seconds() - outcome.time) if outcome.time else 0.0
-        told = outcome.told or outcome.message
-        if len(told) > _MESSAGE_LIMIT:
-            told = f"{told[:2000]}\n...\n{told[2000 - _MESSAGE_LIMIT :]}"
-        mine = HostEnd(
-            host=self._own,
+        message = outcome.remote_message or outcome.message
+        if len(message) > _MESSAGE_LIMIT:
+            message = f"{message[:2000]}\n...\n{message[2000 - _MESSAGE_LIMIT :]}"
+        report = HostEnd(
+            host=self._local_host,
             code=outcome.code,
-            message=told,
+            message=message,
             is_consequence=outcome.is_consequence,
             time=time.monotonic(),
             step=outcome.step,
             stopped=stopped,
             is_guess=outcome.is_guess,
-            leaves=self._leaves(received),
+            leaves=self._is_leaving(received),
             made_step=outcome.made_step,
         )
         if self._is_first:
-            self._end(replace(mine, time=mine.time - age))
+            self._record_end(replace(report, time=report.time - age))
         else:
-            self._tell(mine.as_message("ended", age))
+            self._tell(report.as_message("ended", age))
 
-    def _leaves(self, received: Sequence[int]) -> bool:
-        """Whether this host alone shall stop."""
+    def _is_leaving(self, received: Sequence[int]) -> bool:
+        """Returns True if this host alone shall stop."""
         return self._is_elastic and not self._is_first and is_notice(received)
 
-    def _hear(self, host: str, message: Message) -> None:
+    def _handle_message(self, host: str, message: Message) -> None:
         if message["type"] == "stop":
-            why = text_of(message, "why", 300)
-            by_signal, known, leaves = (bool(message.get(k)) for k in ("signal", "known", "leaves"))
-            self._obey(_stop(text_of(message, "host", 300), why, by_signal, known, leaves), host)
+            reason = text_of(message, "why", 300)
+            by_signal, cause_known, leaves = (
+                bool(message.get(key)) for key in ("signal", "known", "leaves")
+            )
+            self._stop_ranks(
+                _make_stop_message(
+                    text_of(message, "host", 300), reason, by_signal, cause_known, leaves
+                ),
+                host,
+            )
         elif message["type"] == "ended" and self._is_first and host not in self._reports:
-            self._end(HostEnd.read(message, host))
+            self._record_end(HostEnd.read(message, host))
         elif message["type"] == "verdict" and not self._is_first:
             self._verdict = HostEnd.read(message, text_of(message, "host", 300))
 
-    def _end(self, report: HostEnd) -> None:
+    def _record_end(self, report: HostEnd) -> None:
         """Records on the first host how one host ended."""
         self._reports[report.host] = report
         if report.failed:
-            why = report.message.partition("\n")[0] or f"ended with exit code {report.code}"
-            self._obey(_stop(report.host, why, known=report.knows_cause), report.host)
+            reason = report.message.partition("\n")[0] or f"ended with exit code {report.code}"
+            self._stop_ranks(
+                _make_stop_message(report.host, reason, cause_known=report.knows_cause), report.host
+            )
 
-    def _lose(self, host: str, why: str) -> None:
+    def _mark_lost(self, host: str, reason: str) -> None:
+        """Takes a host for lost: on the first host that is its end, elsewhere the verdict."""
         if host in self._reports or self._verdict is not None:
             return  # it has reported its end
-        lost = HostEnd(host, 1, why, False, self._peers[host].heard, goes_on=self._is_elastic)
+        lost = HostEnd(host, 1, reason, False, self._peers[host].heard, goes_on=self._is_elastic)
         self._lost.add(host)
         self._peers[host].close()
         if self._is_first:
-            self._end(lost)
+            self._record_end(lost)
             return
         self._verdict = lost
-        self._obey(_stop(host, why, known=True), host)
+        self._stop_ranks(_make_stop_message(host, reason, cause_known=True), host)
 
-    def _obey(self, stop: Message, sender: str) -> None:
+    def _stop_ranks(self, stop: Message, sender: str) -> None:
         """Stops the ranks of all hosts, once; the first host forwards it."""
         if self._stopping:
             return
-        of_another = stop["host"] != self._own
-        self._stopping, self._must_stop, self.cause_known = True, of_another, bool(stop["known"])
+        is_remote = stop["host"] != self._local_host
+        self._stopping, self._must_stop, self.cause_known = True, is_remote, bool(stop["known"])
         if stop["signal"]:
             self.stopped_by = signal.SIGTERM
         if stop["leaves"]:
             self.hosts_change = True
-        if of_another:
+        if is_remote:
             self._say(f"host {stop['host']}: {stop['why']}; stopping the ranks here too")
         if self._is_first:
             self._tell(stop, but=sender)
 
-    def _wait(self) -> None:
+    def _wait_for_peers(self) -> None:
         open_ones = [peer for peer in self._peers.values() if peer.closed is None]
         wait_for_any(open_ones, _POLL_SECONDS)
 
@@ -411,48 +433,54 @@ class ControlChannel:
                 peer.receive()
             if all(peer.closed for peer in self._peers.values()):
                 break
-            self._wait()
+            self._wait_for_peers()
         for peer in self._peers.values():
             peer.close()
         if self._hub is not None:
             self._hub.end_world(self._lost, self._left, self._turned_away)
 
 
-def _blamed(found: HostEnd, newcomers: Sequence[str]) -> list[str]:
-    """Hosts that came last and with which no step was made: the others have trained without them.
+def _hosts_to_blame(decisive: HostEnd, newcomers: Sequence[str]) -> list[str]:
+    """Lists the hosts that came last and with which no step was made.
+
+    The others have trained without them, so they go on without them again.
 
     Args:
-        found: the report that decides.
+        decisive: the report that decides for all hosts.
         newcomers: hosts that had not trained in this job before; the hub may be one.
     """
-    if found.made_step or found.code in (0, STOPPED):
+    if decisive.made_step or decisive.code in (0, STOPPED):
         return []
-    if found.code == USER_ERROR:  # any host may be first to say so, as of data that differ
+    if decisive.code == USER_ERROR:  # any host may be first to say so, as of data that differ
         return list(newcomers)
-    return [host for host in newcomers if host == found.host and found.knows_cause]
+    return [host for host in newcomers if host == decisive.host and decisive.knows_cause]
 
 
-def _as_seen_by(own: str, outcome: Outcome, decisive: HostEnd) -> Outcome:
-    """Outcome on one host: the common code and the culprit's message."""
-    if decisive.host == own or not decisive.failed:
+def _adapt_outcome(local_host: str, outcome: Outcome, decisive: HostEnd) -> Outcome:
+    """Adapts this host's outcome to the verdict: the common code and the culprit's message."""
+    if decisive.host == local_host or not decisive.failed:
         return replace(outcome, code=decisive.code)
     outcome = replace(outcome, step=decisive.step)
-    same = decisive.code == USER_ERROR == outcome.code and not outcome.is_consequence
-    if same:  # usually the same wrong input, as this host describes it
+    is_same_error = decisive.code == USER_ERROR == outcome.code and not outcome.is_consequence
+    if is_same_error:  # usually the same wrong input, as this host describes it
         return outcome
     return replace(
         outcome, code=decisive.code, message=f"host {decisive.host}: {decisive.message}".rstrip()
     )
 
 
-def _stop(
-    origin: str, why: str, by_signal: bool = False, known: bool = False, leaves: bool = False
+def _make_stop_message(
+    origin: str,
+    reason: str,
+    by_signal: bool = False,
+    cause_known: bool = False,
+    leaves: bool = False,
 ) -> Message:
-    """Message that stops the ranks of all hosts.
+    """Builds the message that stops the ranks of all hosts.
 
     Args:
-        known: whether `why` is the cause, not its consequence on another host.
+        cause_known: whether `reason` is the cause, not its consequence on another host.
         leaves: the host alone goes, and the others go on.
     """
-    flags = {"signal": int(by_signal), "known": int(known), "leaves": int(leaves)}
-    return {"type": "stop", "host": origin, "why": why, **flags}
+    flags = {"signal": int(by_signal), "known": int(cause_known), "leaves": int(leaves)}
+    return {"type": "stop", "host": origin, "why": reason, **flags}

@@ -55,17 +55,17 @@ class Finding:
 
     level: str  # OK, WARN (it may work) or FAIL (it will not)
     subject: str
-    found: str
+    observation: str
     remedy: str = ""
 
     @classmethod
-    def warning_if(cls, remedy: str, subject: str, found: str) -> "Finding":
-        """A WARN where there is something to be done, else OK."""
-        return cls(WARN if remedy else OK, subject, found, remedy)
+    def warning_if(cls, remedy: str, subject: str, observation: str) -> "Finding":
+        """Makes a WARN if there is something to be done, else an OK."""
+        return cls(WARN if remedy else OK, subject, observation, remedy)
 
     def __str__(self) -> str:
         remedy = f"\n       -> {self.remedy}" if self.remedy else ""
-        return f"{self.level:<4}  {self.subject}: {self.found}{remedy}"
+        return f"{self.level:<4}  {self.subject}: {self.observation}{remedy}"
 
 
 def attempt(subject: str, check: Callable[[], str]) -> Finding:
@@ -79,14 +79,14 @@ def attempt(subject: str, check: Callable[[], str]) -> Finding:
 def check_host(
     plan: LaunchPlan | None, environment: Mapping[str, str], machine: Machine
 ) -> Iterator[Finding]:
-    """Findings about this host; starts and changes nothing.
+    """Checks this host; starts and changes nothing.
 
-    Args: plan: of the run; None where fleetrun would refuse it.
+    Args: plan: that of the run; None where fleetrun would refuse it.
     """
     yield from check_software(machine.build, plan.gpus if plan else ())
     names = [card.name for card in machine.cards]
-    found = _counted(names) or "none: runs use CPU processes (--nproc_per_node N)"
-    yield Finding(OK, "cards", found)
+    card_counts = _count_cards(names) or "none: runs use CPU processes (--nproc_per_node N)"
+    yield Finding(OK, "cards", card_counts)
     yield from check_resources(machine.cores, len(machine.cards))
     yield check_fleetrun()
     try:
@@ -103,7 +103,7 @@ def check_host(
 
 
 def check_plan(plan: LaunchPlan) -> Iterator[Finding]:
-    """What fleetrun would start here, its interface and ports."""
+    """Reports what fleetrun would start here, its interface and its ports."""
     remedy = "install the paddlepaddle-gpu build for your CUDA to use the cards"
     yield Finding.warning_if(remedy if plan.note else "", "run", plan.description)
     port = plan.rendezvous_port
@@ -118,14 +118,16 @@ def check_plan(plan: LaunchPlan) -> Iterator[Finding]:
         "interface",
         "; ".join(chosen) or f"{plan.host} is no interface's first address",
     )
-    found = f"this host must be able to connect to port {port} of {plan.hosts[0]}"
+    reachability = f"this host must be able to connect to port {port} of {plan.hosts[0]}"
     if plan.host == plan.hosts[0]:
-        found = f"{port} and up are free; every other host must be able to connect to {port} here"
-    yield Finding(OK, "ports", found)
+        reachability = (
+            f"{port} and up are free; every other host must be able to connect to {port} here"
+        )
+    yield Finding(OK, "ports", reachability)
 
 
 def check_software(build: str, cards: Sequence[str] = ()) -> list[Finding]:
-    """Python, Paddle (imported in a process of its own) and numpy."""
+    """Checks Python, Paddle (imported in a process of its own) and the packages beside it."""
     findings = [Finding(OK, "python", f"{platform.python_version()} ({sys.executable})")]
     if build == "none":
         remedy = "pip install 'ppdist[cpu]', or the paddlepaddle-gpu build for your CUDA"
@@ -148,8 +150,8 @@ def check_software(build: str, cards: Sequence[str] = ()) -> list[Finding]:
             f"pip uninstall {' '.join(opencv)}, then pip install --force-reinstall "
             "opencv-python-headless"
         )
-        found = f"{', '.join(opencv)} are installed and share the files of cv2"
-        findings.append(Finding(WARN, "cv2", found, remedy))
+        conflict = f"{', '.join(opencv)} are installed and share the files of cv2"
+        findings.append(Finding(WARN, "cv2", conflict, remedy))
     return findings
 
 
@@ -164,134 +166,140 @@ def _check_paddle(cards: Sequence[str]) -> Finding:
         "print('ppdist', paddle.__version__, paddle.version.cuda() if cuda else 'CPU', count)"
     )
     variables = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {})}
-    ended = output_of(python(code), _IMPORT_SECONDS, variables)
-    if ended is None:
+    result = output_of(python(code), _IMPORT_SECONDS, variables)
+    if result is None:
         return Finding(FAIL, "paddle", f"importing it takes over {_IMPORT_SECONDS} s")
-    exit_code, output, errors = ended
-    answer = [line.split() for line in output.splitlines() if line.startswith("ppdist ")]
-    if exit_code or not answer:
-        last = (errors.strip().splitlines() or [f"exit code {exit_code}"])[-1]
+    exit_code, output, errors = result
+    answers = [line.split() for line in output.splitlines() if line.startswith("ppdist ")]
+    if exit_code or not answers:
+        last_line = (errors.strip().splitlines() or [f"exit code {exit_code}"])[-1]
         remedy = "reinstall it; where an error of CUDA is named, look at nvidia-smi"
-        return Finding(FAIL, "paddle", f"cannot be used: {last}", remedy)
-    _, version, cuda, count = answer[0]
+        return Finding(FAIL, "paddle", f"cannot be used: {last_line}", remedy)
+    _, version, cuda, count = answers[0]
     if cuda == "CPU":
         return judge_paddle(version, f"{version}, CPU build", installed_version("protobuf"))
-    found = f"{version}, CUDA {cuda}, computes on {count} cards"
+    description = f"{version}, CUDA {cuda}, computes on {count} cards"
     if count == "0":
         remedy = "nvidia-smi must work here; docker run --gpus all; see CUDA_VISIBLE_DEVICES"
         return Finding(WARN, "paddle", f"{version}, CUDA {cuda}, sees no card", remedy)
-    return judge_paddle(version, found, installed_version("protobuf"))
+    return judge_paddle(version, description, installed_version("protobuf"))
 
 
-def judge_paddle(version: str, found: str, protobuf: str) -> Finding:
-    """Whether ppdist knows this Paddle, and this Paddle the protobuf beside it."""
+def judge_paddle(version: str, description: str, protobuf: str) -> Finding:
+    """Checks that ppdist supports this Paddle, and that Paddle the installed protobuf."""
     unknown, major = unknown_paddle(version), protobuf.split(".")[0]
-    old = not unknown and paddle_numbers(version) < _PROTOBUF_7_FROM
-    if old and major.isdigit() and int(major) >= 7:
-        found += f"; runs of several processes fail in it with protobuf {protobuf}"
-        return Finding(FAIL, "paddle", found, "pip install 'protobuf<7'")
-    return Finding.warning_if(unknown, "paddle", found)
+    is_old = not unknown and paddle_numbers(version) < _PROTOBUF_7_FROM
+    if is_old and major.isdigit() and int(major) >= 7:
+        description += f"; runs of several processes fail in it with protobuf {protobuf}"
+        return Finding(FAIL, "paddle", description, "pip install 'protobuf<7'")
+    return Finding.warning_if(unknown, "paddle", description)
 
 
 def check_resources(cores: int, cards: int) -> list[Finding]:
-    """Cores, memory, with several cards shared memory, and disk."""
+    """Checks the cores, the memory, with several cards the shared memory, and the disk."""
     findings = [Finding(OK, "cores", f"{cores} usable of {os.cpu_count()}")]
 
-    def room(subject: str, free: int, where: str, least_gib: int, remedy: str) -> None:
-        short = remedy if free < least_gib * _GIB else ""
-        findings.append(Finding.warning_if(short, subject, f"{free / _GIB:.1f} GiB {where}"))
+    def check_room(subject: str, free: int, where: str, least_gib: int, remedy: str) -> None:
+        shortage = remedy if free < least_gib * _GIB else ""
+        findings.append(Finding.warning_if(shortage, subject, f"{free / _GIB:.1f} GiB {where}"))
 
-    room("memory", available_memory(), "available", 2, "close other programs; use fewer processes")
+    check_room(
+        "memory", available_memory(), "available", 2, "close other programs; use fewer processes"
+    )
     if cards > 1:  # NCCL's; our own workers and sums need none of it
         shared = Path("/dev/shm")
         free = free_disk(shared) if shared.is_dir() else 0
-        room("/dev/shm", free, "free", 1, "docker run --shm-size=8g (or --ipc=host)")
+        check_room("/dev/shm", free, "free", 1, "docker run --shm-size=8g (or --ipc=host)")
     remedy = "checkpoints and logs need room: free some, or move"
-    room("disk", free_disk("."), "free here", 5, remedy)
+    check_room("disk", free_disk("."), "free here", 5, remedy)
     return findings
 
 
 def check_writable(folder: Path) -> str:
-    """Whether output_dir can be written, its file system, its free space.
+    """Checks that output_dir can be written; returns its file system and free space as text.
 
     Raises: LaunchError: it cannot.
     """
-    place = existing_folder(folder)
+    existing = existing_folder(folder)
     try:
-        with tempfile.TemporaryFile(dir=place) as file:
+        with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"ppdist")
             os.fsync(file.fileno())
     except OSError as error:
         raise LaunchError(
-            f"cannot write in {place}: {error.strerror}",
+            f"cannot write in {existing}: {error.strerror}",
             code="folder_unwritable",
             fix=(
                 "the first host writes checkpoints there: correct its owner or its mount, or set "
                 "output_dir"
             ),
         ) from error
-    free = free_disk(place) / _GIB
-    return f"{folder} can be written ({file_system_of(place)}, {free:.1f} GiB free)"
+    free = free_disk(existing) / _GIB
+    return f"{folder} can be written ({file_system_of(existing)}, {free:.1f} GiB free)"
 
 
 def file_system_of(place: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Kind of file system of a folder, such as ext4."""
+    """Names the kind of file system that holds a folder, such as ext4."""
     rows = [line.split() for line in kernel_text(mounts).splitlines()]
     inside = [row for row in rows if place.resolve().is_relative_to(row[1].replace("\\040", " "))]
-    inside.reverse()  # of several mounts on one path the last one is seen
+    inside.reverse()  # several mounts may share a path: the last one hides the earlier ones
     return max(inside, key=lambda row: len(row[1]))[2] if inside else "unknown file system"
 
 
 def check_fleetrun(search_path: str | None = None) -> Finding:
-    """Whether typing `fleetrun` starts ours, from this Python."""
+    """Checks that typing `fleetrun` starts ppdist's, from this Python."""
     owner, path = whose_fleetrun(search_path)
-    instead = "type `ppdist launch` in its place (in a clone: python tools/launch.py)"
-    again = "pip install --force-reinstall --no-deps"
-    ours = f"{instead}, or bring ours back: `{again} ppdist`, in a clone `{again} -e .`"
+    alternative = "type `ppdist launch` in its place (in a clone: python tools/launch.py)"
+    reinstall = "pip install --force-reinstall --no-deps"
+    remedy_here = (
+        f"{alternative}, or bring ours back: `{reinstall} ppdist`, in a clone `{reinstall} -e .`"
+    )
     if path is None:
         remedy = (
             f"activate the environment ppdist is in.  If Paddle or ppdist was removed, the one "
-            f"script of that name went with it: {ours}; Paddle's: `{again} paddlepaddle` "
-            "(or paddlepaddle-gpu)"
+            f"script of that name went with it: {remedy_here}; Paddle's: `{reinstall} "
+            "paddlepaddle` (or paddlepaddle-gpu)"
         )
         return Finding(WARN, "fleetrun", "not on PATH", remedy)
     if owner != "ppdist":
         whose = "Paddle's own script" if owner == "paddle" else "not ppdist's"
-        return Finding(WARN, "fleetrun", f"{path} is {whose}", ours)
+        return Finding(WARN, "fleetrun", f"{path} is {whose}", remedy_here)
     if path.parent.resolve() != Path(sys.executable).parent.resolve():
         here = Path(sys.executable).parent
-        found = f"{path} belongs to another Python than {here}"
-        return Finding(WARN, "fleetrun", found, f"{instead}, or activate the environment you want")
+        conflict = f"{path} belongs to another Python than {here}"
+        return Finding(
+            WARN, "fleetrun", conflict, f"{alternative}, or activate the environment you want"
+        )
     return Finding(OK, "fleetrun", f"{path} is ppdist's")
 
 
 def facts(machine: Machine, environment: Mapping[str, str], root: Path = _ROOT) -> dict[str, str]:
-    """What hosts of a run are compared by, as far as known.
+    """Collects what the hosts of a run are compared by, as far as it can be read.
 
-    Args: environment: of a rank, to which fleetrun has told its interface.
+    Args: environment: that of a rank, in which fleetrun has set the interface.
     """
     models = sorted(card.name for card in machine.cards)
-    found = {
-        "cards": _counted(models),
+    values = {
+        "cards": _count_cards(models),
         "driver": driver_version(root) if models else "",
         "CUDA of Paddle": cuda_of_paddle(),
         "cores": str(machine.cores),
         **link_facts(environment.get("GLOO_SOCKET_IFNAME", ""), root),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in values.items() if value}
 
 
 def driver_version(root: Path = _ROOT) -> str:
-    """Of NVIDIA's kernel module, such as 535.129.03; "" where there is none."""
+    """Reads the version of NVIDIA's kernel module, such as 535.129.03; "" without one."""
     text = kernel_text(root / "proc/driver/nvidia/version")
-    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
-    return found[1] if found else ""
+    match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    return match[1] if match else ""
 
 
 def cuda_of_paddle() -> str:
-    """CUDA version of the installed Paddle, or ""; imports nothing."""
-    found = importlib.util.find_spec("paddle")
-    for folder in (found and found.submodule_search_locations) or ():
+    """Reads the CUDA version of the installed Paddle, or ""; imports nothing."""
+    spec = importlib.util.find_spec("paddle")
+    for folder in (spec and spec.submodule_search_locations) or ():
         text = kernel_text(Path(folder) / "version/__init__.py")
         version = re.search(r"^cuda_version\s*=\s*'(\d[\d.]*)'", text, re.MULTILINE)
         if version:
@@ -300,26 +308,26 @@ def cuda_of_paddle() -> str:
 
 
 def link_facts(interface: str, root: Path = _ROOT) -> dict[str, str]:
-    """MTU and speed of an interface, as far as known."""
+    """Reads the MTU and the speed of an interface, as far as the kernel says."""
     if not interface or "/" in interface:
         return {}
     device = root / "sys/class/net" / interface
     mtu = kernel_text(device / "mtu")
     speed = kernel_text(device / "speed")  # Mb/s; -1 or no answer in most VMs
-    found = {"MTU": mtu} if mtu else {}
-    return found | ({"speed": f"{int(speed) / 1000:g} Gb/s"} if speed.isdigit() else {})
+    values = {"MTU": mtu} if mtu else {}
+    return values | ({"speed": f"{int(speed) / 1000:g} Gb/s"} if speed.isdigit() else {})
 
 
-def _counted(names: Sequence[str]) -> str:
-    """`8 x this, 1 x that`"""
+def _count_cards(names: Sequence[str]) -> str:
+    """Counts cards by their name: `8 x this, 1 x that`."""
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
 def judge_speed(report: Measured) -> Iterator[Finding]:
-    """Says what an all-reduce takes, and what differs between hosts."""
+    """Reports how long an all-reduce takes, and what differs between hosts."""
     latency, rate = report["latency_seconds"], report["bandwidth_bytes_per_second"]
-    found = f"{1e6 * report['sizes'][0]['seconds']:.0f} us for 1 KiB, bus bandwidth {_rate(rate)}"
-    yield Finding(OK, "all-reduce", f"{found} ({1e6 * latency:.0f} us a hop)")
+    timing = f"{1e6 * report['sizes'][0]['seconds']:.0f} us for 1 KiB, bus bandwidth {_rate(rate)}"
+    yield Finding(OK, "all-reduce", f"{timing} ({1e6 * latency:.0f} us a hop)")
     for line in report["differences"]:
         yield Finding(WARN, "hosts differ", line, _REMEDIES[line.partition(":")[0]])
     if len(set(report["hosts"])) > 1 and not report["differences"]:
@@ -327,7 +335,7 @@ def judge_speed(report: Measured) -> Iterator[Finding]:
 
 
 def table(report: Measured) -> Iterator[str]:
-    """Lines for the terminal."""
+    """Yields the lines of the table of all-reduce times, for the terminal."""
     yield f"{report['world']} ranks, {report['device']}"
     yield f"{'all-reduce of':>14}  {'time':>10}  {'algorithm':>11}  {'bus':>11}"
     for row in report["sizes"]:

@@ -43,7 +43,7 @@ class Handshake:
 
     @property
     def place(self) -> int:
-        """Place of the host in --ips, from 0."""
+        """Returns the place of the host in --ips, from 0."""
         return self.hosts.index(self.host)
 
     @property
@@ -52,24 +52,24 @@ class Handshake:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the run goes on without hosts that are lost."""
+        """Returns True if the run goes on without hosts that are lost."""
         return 0 < self.min_hosts < len(self.hosts)
 
     @property
     def has_names(self) -> bool:
-        """Whether hosts were named: names may get other addresses."""
+        """Returns True if hosts were typed as names, which may get other addresses."""
         return self.names not in ((), self.hosts)
 
-    def same_hub(self, theirs: "Handshake") -> bool:
-        """Whether --ips begin with the same host there."""
-        return theirs.hosts[0] == self.hosts[0] or theirs.names[:1] == self.names[:1] != ()
+    def has_same_hub(self, remote: "Handshake") -> bool:
+        """Returns True if --ips begin with the same host on the remote host."""
+        return remote.hosts[0] == self.hosts[0] or remote.names[:1] == self.names[:1] != ()
 
-    def same_names(self, theirs: "Handshake") -> bool:
-        """Whether the same hosts were typed; names may mean other addresses there."""
-        return theirs.names == self.names != ()
+    def has_same_names(self, remote: "Handshake") -> bool:
+        """Returns True if the same hosts were typed; a name may mean another address there."""
+        return remote.names == self.names != ()
 
 
-def own_handshake(
+def make_handshake(
     options: Options, plan: LaunchPlan, attempt: int, changes: int, skip: tuple[int, ...]
 ) -> Handshake:
     """Makes the handshake of this host."""
@@ -134,62 +134,74 @@ def steps_of(message: Message) -> tuple[int, ...] | None:
     return tuple(steps)
 
 
-def differences(mine: Handshake, theirs: Handshake) -> list[str]:
-    """Lists what keeps two hosts from training together, with both sides."""
+def differences(local: Handshake, remote: Handshake) -> list[str]:
+    """Lists what keeps two hosts from training together, with the values of both."""
     lines = []
 
-    def compare(part: str, here: str, there: str, remedy: str) -> None:
-        if here != there:
-            lines.append(f"{part}: {mine.host} has {here}, {theirs.host} has {there}; {remedy}")
+    def compare(subject: str, local_value: str, remote_value: str, remedy: str) -> None:
+        if local_value != remote_value:
+            lines.append(
+                f"{subject}: {local.host} has {local_value}, {remote.host} has {remote_value}; "
+                f"{remedy}"
+            )
 
-    if not mine.same_names(theirs):
+    if not local.has_same_names(remote):
         remedy = "type the same hosts in the same order everywhere (rank 0's host stands first)"
-        compare("--ips", ",".join(mine.hosts), ",".join(theirs.hosts), remedy)
+        compare("--ips", ",".join(local.hosts), ",".join(remote.hosts), remedy)
     remedy = "ranks are numbered by it: give the same --nproc_per_node or number of cards"
-    compare("processes on a host", str(mine.processes), str(theirs.processes), remedy)
+    compare("processes on a host", str(local.processes), str(remote.processes), remedy)
     remedy = "gloo and NCCL cannot talk to each other: use cards on all hosts, or on none"
-    compare("device", mine.device, theirs.device, remedy)
+    compare("device", local.device, remote.device, remedy)
     remedy = "start the same script on every host"
-    compare("script", PurePath(mine.script).name, PurePath(theirs.script).name, remedy)
-    for here, there in _different_words(mine.arguments, theirs.arguments):
-        has_path = ("/" in here or "/" in there) and "=" not in here + there
-        same_file = has_path and PurePath(here).name == PurePath(there).name != ""
+    compare("script", PurePath(local.script).name, PurePath(remote.script).name, remedy)
+    for local_value, remote_value in _pair_differing_words(local.arguments, remote.arguments):
+        has_path = (
+            "/" in local_value or "/" in remote_value
+        ) and "=" not in local_value + remote_value
+        same_file = has_path and PurePath(local_value).name == PurePath(remote_value).name != ""
         if not same_file:
             remedy = "start every host with the same command"
-            compare("arguments of the script", here or "none", there or "none", remedy)
+            compare(
+                "arguments of the script", local_value or "none", remote_value or "none", remedy
+            )
     remedy = "hosts restart together: give the same --max_restart on every host"
-    compare("restarts", str(mine.max_restart), str(theirs.max_restart), remedy)
+    compare("restarts", str(local.max_restart), str(remote.max_restart), remedy)
     remedy = "hosts must agree on when to go on without one: give the same options on every host"
-    compare("--min_hosts", str(mine.min_hosts), str(theirs.min_hosts), remedy)
-    compare("--rejoin_seconds", str(mine.rejoin_seconds), str(theirs.rejoin_seconds), remedy)
+    compare("--min_hosts", str(local.min_hosts), str(remote.min_hosts), remedy)
+    compare("--rejoin_seconds", str(local.rejoin_seconds), str(remote.rejoin_seconds), remedy)
     remedy = "install the same version on every host"
-    compare("ppdist", mine.ppdist or "none", theirs.ppdist or "none", remedy)
-    compare("paddle", mine.paddle or "none", theirs.paddle or "none", remedy)
+    compare("ppdist", local.ppdist or "none", remote.ppdist or "none", remedy)
+    compare("paddle", local.paddle or "none", remote.paddle or "none", remedy)
     return lines
 
 
-def _different_words(mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs the words that differ, here and there."""
-    here, there = _without_places(mine), _without_places(theirs)
-    if len(here) == len(there):
-        return [pair for pair in zip(here, there) if pair[0] != pair[1]]
-    # One has more: what both have in the same order at the beginning and the end says nothing.
-    start = _count_common(here, there)
-    end = _count_common(here[start:][::-1], there[start:][::-1])
-    return [(" ".join(here[start : len(here) - end]), " ".join(there[start : len(there) - end]))]
+def _pair_differing_words(local: Sequence[str], remote: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs the arguments that differ, as (local, remote)."""
+    local_words, remote_words = _drop_per_host_arguments(local), _drop_per_host_arguments(remote)
+    if len(local_words) == len(remote_words):
+        return [pair for pair in zip(local_words, remote_words) if pair[0] != pair[1]]
+    # The lists differ in length: only the part between their common beginning and end differs.
+    start = _count_common(local_words, remote_words)
+    end = _count_common(local_words[start:][::-1], remote_words[start:][::-1])
+    return [
+        (
+            " ".join(local_words[start : len(local_words) - end]),
+            " ".join(remote_words[start : len(remote_words) - end]),
+        )
+    ]
 
 
-def _count_common(here: Sequence[str], there: Sequence[str]) -> int:
-    """Counts the words that are the same from the beginning on."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(here, there))))
+def _count_common(local_words: Sequence[str], remote_words: Sequence[str]) -> int:
+    """Counts the words at the beginning that are the same in both lists."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(local_words, remote_words))))
 
 
-def _without_places(words: Sequence[str]) -> list[str]:
-    """Leaves out the arguments that set where something lies on this host."""
-    kept = [word for word in words if word.partition("=")[0] not in PER_HOST_KEYS]
-    alone = len(kept) < len(words)  # an -o may have lost all its values
+def _drop_per_host_arguments(words: Sequence[str]) -> list[str]:
+    """Drops the arguments that say where something lies on one host, which may differ."""
+    shared = [word for word in words if word.partition("=")[0] not in PER_HOST_KEYS]
+    is_shortened = len(shared) < len(words)  # then an -o may have lost all its values, and goes too
     return [
         word
-        for word, following in zip(kept, [*kept[1:], "-"])
-        if not (alone and word == "-o" and following.startswith("-"))
+        for word, following in zip(shared, [*shared[1:], "-"])
+        if not (is_shortened and word == "-o" and following.startswith("-"))
     ]

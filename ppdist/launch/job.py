@@ -28,7 +28,7 @@ from ppdist.common.job import (
 from ppdist.common.process import STOPPED, USER_ERROR, boot_seconds
 from ppdist.launch.console import say, say_end
 from ppdist.launch.control_channel import ControlChannel
-from ppdist.launch.handshake import own_handshake
+from ppdist.launch.handshake import make_handshake
 from ppdist.launch.metrics import exporting
 from ppdist.launch.network import once_known, typed_hosts
 from ppdist.launch.options import Options, parse_options
@@ -56,9 +56,10 @@ def fleetrun(
     """Plans, runs and restarts a job; returns its exit code.
 
     A restart runs the same command with PPDIST_RESTART in the environment, which makes
-    tools/train.py continue from the newest checkpoint of this job.  No restart follows what would
-    only be repeated (wrong input) or was wanted (a signal).  With --min_hosts an attempt also ends
-    when a host goes or comes back; the next one, of the hosts that are there, is no restart.
+    tools/train.py continue from the newest checkpoint of this job.  It does not restart after an
+    error that would only recur (wrong input) or a requested stop (a signal).  With --min_hosts an
+    attempt also ends when a host goes or comes back; the next one, of the hosts present then, does
+    not count as a restart.
 
     Args:
         machine: looks at the machine; called when the command line is known to be right.
@@ -67,22 +68,25 @@ def fleetrun(
     Raises: LaunchError: the command is wrong or does not fit the machine.
     """
     options = parse_options(arguments, environment)
-    here = machine()
-    with private_folder() as folder, ExitStack() as beside:
-        job = _Job(options, environment, here, run, folder, received)
+    this_machine = machine()
+    with private_folder() as folder, ExitStack() as resources:
+        job = _Job(options, environment, this_machine, run, folder, received)
         try:
-            endpoint = job.known(lambda: metrics_endpoint(options, here))
+            endpoint = job.wait_for_names(lambda: metrics_endpoint(options, this_machine))
         except Stopped:
             return stopped_before_begin(received).code
-        beside.enter_context(exporting(folder, endpoint))
-        beside.callback(job.close)
+        resources.enter_context(exporting(folder, endpoint))
+        resources.callback(job.close)
         outcome = job.attempt()
         while not outcome.is_final and (
             outcome.goes_on or job.restarts.failures < options.max_restart
         ):
             if outcome.goes_on:
                 job.restarts.change_hosts()
-                say(f"{job.way_to_hub}the hosts that are there go on from the newest checkpoint")
+                say(
+                    f"{job.describe_hub_call}the hosts that are there go on from the newest "
+                    "checkpoint"
+                )
             else:
                 job.restarts.learn(outcome)
                 say(job.restarts.announcement(options.max_restart))
@@ -98,7 +102,7 @@ def fleetrun(
 
 
 class _Job:
-    """All attempts of a command; arguments as of `fleetrun`."""
+    """A job on this host: all attempts of one command.  Arguments as of `fleetrun`."""
 
     def __init__(
         self,
@@ -114,11 +118,11 @@ class _Job:
         self.restarts = Restarts()
         self.hub: Hub | None = None  # of the job, on its first host
         self.stopped = False  # it ended by a signal, and everything is saved
-        self.is_sent_away = False  # this host alone
+        self.is_sent_away = False  # this host alone ends, the others go on
         self.started = boot_seconds()
 
     def attempt(self) -> Outcome:
-        """Runs it once on all hosts and says how it ended.
+        """Runs the command once on all hosts; returns how it ended.
 
         Before a restart it pauses; several hosts meet first, so that a signal for one of them then
         reaches all.
@@ -140,7 +144,7 @@ class _Job:
             if pause:  # in which a port may have been taken
                 plan = self.plan()
             self.say_plan(plan)
-        # With --master hosts do not meet here, so that there is no nonce of all of them.
+        # With --master fleetrun connects no hosts, so they have no common nonce.
         nonce = channel.nonce if channel is not None else "" if self.options.master else None
         variables = {JOB_VARIABLE: name_of_job(self.options.token, nonce)}
         variables |= {JOB_DIR_VARIABLE: str(self.folder), **self.restarts.variables}
@@ -161,15 +165,15 @@ class _Job:
             if channel is None:
                 raise
             # The others wait for this host already.
-            code = 1 if restarts else USER_ERROR  # it has worked before
-            said = f"error: {with_code(str(error), error.code)}"
-            outcome = channel.finish(Outcome(code, said, made_step=False), [])
+            code = 1 if restarts else USER_ERROR  # a command that has worked is not wrong input
+            message = f"error: {with_code(str(error), error.code)}"
+            outcome = channel.finish(Outcome(code, message, made_step=False), [])
         say_end(outcome)
         return outcome
 
     @property
-    def way_to_hub(self) -> str:
-        """How this host goes on with the others, or "" on the hub."""
+    def describe_hub_call(self) -> str:
+        """Says how this host goes on with the others; "" on the hub."""
         if self.hub is not None:
             return ""
         first, *_ = typed_hosts(self.options.ips or "")
@@ -177,26 +181,28 @@ class _Job:
         return f"calling the hub of the job, {first}, for up to {seconds}; "
 
     def close(self) -> None:
-        """This fleetrun ends."""
+        """Closes the hub, at the end of this fleetrun."""
         if self.hub is not None:
             self.hub.close(self.stopped, self.is_sent_away)
 
     def connect_hosts(self) -> tuple[LaunchPlan, ControlChannel | None]:
-        """The plan, and the channel to other hosts if there are any.
+        """Makes the plan, and connects this host to the others if there are any.
 
         Raises: LaunchError.  Stopped.
         """
-        plan = self.known(self.plan)
+        plan = self.wait_for_names(self.plan)
         if plan.rendezvous_port is None:
             return plan, None
         self.say_plan(plan)
         restarts, port = self.restarts, plan.rendezvous_port
-        mine = own_handshake(self.options, plan, restarts.attempt, restarts.changes, restarts.skip)
-        if mine.is_first and self.hub is None:
+        local = make_handshake(
+            self.options, plan, restarts.attempt, restarts.changes, restarts.skip
+        )
+        if local.is_first and self.hub is None:
             note = self.folder / DIGESTS_NOTE
-            self.hub = Hub(mine, port, say, self.options.token, lambda: read_json(note))
+            self.hub = Hub(local, port, say, self.options.token, lambda: read_json(note))
         channel = rendezvous(
-            mine,
+            local,
             port,
             self.options.start_timeout,
             say,
@@ -209,7 +215,10 @@ class _Job:
         return replace(plan, hosts=channel.hosts), channel
 
     def digest_command(self) -> tuple[str, ...]:
-        """The command that writes what this host would train with; (): not a training of ours."""
+        """Returns the command that writes what this host would train with.
+
+        Returns: (): the script is not a training of ppdist's.
+        """
         if not self.options.trains:
             return ()
         command = (sys.executable, "-u", self.options.script, *self.options.script_arguments)
@@ -221,33 +230,33 @@ class _Job:
     def say_plan(self, plan: LaunchPlan) -> None:
         say(f"{plan.description}; logs in {self.options.log_dir}/")
 
-    def known(self, look: Callable[[], T]) -> T:
-        """What `look` returns once names of --ips are known.
+    def wait_for_names(self, decide: Callable[[], T]) -> T:
+        """Calls `decide` until the names in --ips resolve; returns what it returns.
 
         Raises: LaunchError.  Stopped.
         """
         ips, seconds = self.options.ips or "", self.options.start_timeout
-        return once_known(look, ips, self.machine.network, seconds, say, self.received)
+        return once_known(decide, ips, self.machine.network, seconds, say, self.received)
 
 
 def name_of_job(token: str, nonce: str | None = None) -> str:
-    """A name for this attempt, the same on all of its hosts.
+    """Names this attempt, alike on all of its hosts.
 
-    Args: nonce: random text of the first host; None: this host is alone and draws.
+    Args: nonce: random text from the first host; None: this host is alone and draws its own.
     """
     nonce = secrets.token_hex(16) if nonce is None else nonce
     return hmac.new(os.fsencode(token), nonce.encode(), hashlib.sha256).hexdigest()
 
 
 def stopped_before_begin(received: Sequence[int]) -> Outcome:
-    """A signal came, here or on another host, while nothing ran."""
+    """Reports that a signal came, here or on another host, before any rank began."""
     outcome = stopped_before((*received, signal.SIGTERM)[0], "any rank of this attempt began")
     say_end(outcome)
     return replace(outcome, message="")
 
 
 def wait(seconds: float, channel: ControlChannel | None, received: Sequence[int]) -> bool:
-    """Waits unless something happens; False: a signal, for any host."""
+    """Waits `seconds`, or until a signal comes; False: one came, here or on another host."""
     end = time.monotonic() + seconds
     while not received and not (channel is not None and channel.watch(received)):
         if time.monotonic() >= end:
@@ -257,10 +266,10 @@ def wait(seconds: float, channel: ControlChannel | None, received: Sequence[int]
 
 
 class Restarts:
-    """Counts restarts, pauses between them, finds steps to skip.
+    """The restarts of a job: their number, the pauses between them, the steps to skip.
 
     Attributes:
-        attempt: 0 at first.
+        attempt: number of this attempt, from 0.
         changes: attempts that ended because a host went or came.
         skip: steps that failed twice: something in their images ends the ranks.
     """
@@ -269,17 +278,17 @@ class Restarts:
         self.attempt = self.changes = 0
         self.skip: tuple[int, ...] = ()
         self._failures: Counter[int] = Counter()  # by step
-        self._furthest = 0  # step that was reached
+        self._furthest = 0  # last step that any attempt has begun
         self._without_progress = 0  # failures since an attempt got further than all before it
 
     def learn(self, outcome: Outcome) -> None:
-        """An attempt has failed; the next begins."""
+        """Counts a failed attempt, and skips a step that has failed twice."""
         self.attempt += 1
         step = outcome.step or 0
         reached = max(step, outcome.reached)
         self._without_progress = 1 if reached > self._furthest else self._without_progress + 1
         self._furthest = max(self._furthest, reached)
-        for passed in [each for each in self._failures if each < step]:
+        for passed in [failed for failed in self._failures if failed < step]:
             del self._failures[passed]
         if step:
             self._failures[step] += 1
@@ -287,13 +296,13 @@ class Restarts:
                 self.skip = tuple(sorted({*self.skip, step}))
 
     def change_hosts(self) -> None:
-        """The next attempt has other hosts; none has failed."""
+        """Counts an attempt that ended because its hosts changed; nothing has failed."""
         self.attempt += 1
         self.changes += 1
         self._without_progress = 0
 
     def agree(self, attempt: int, changes: int, skip: tuple[int, ...]) -> None:
-        """What all hosts agreed on when they met."""
+        """Takes over what all hosts agreed on when they met."""
         self.attempt, self.changes, self.skip = attempt, changes, skip
 
     @property
@@ -302,26 +311,26 @@ class Restarts:
 
     @property
     def pause(self) -> float:
-        """Seconds until the next attempt: 1, 2, 4, ...; 0 at first."""
+        """Returns the seconds until the next attempt: 1, 2, 4, ...; 0 at first."""
         if self._without_progress == 0:
             return 0.0
         return min(_LONGEST_PAUSE_SECONDS, 2.0 ** min(self._without_progress - 1, 10))
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the ranks of this attempt find in their environment."""
-        found = {}
+        """Returns what the ranks of this attempt find in their environment."""
+        variables = {}
         if self.attempt:
-            found[RESTART_VARIABLE] = str(self.attempt)
+            variables[RESTART_VARIABLE] = str(self.attempt)
         if self.skip:
-            found[SKIP_STEP_VARIABLE] = ",".join(str(step) for step in self.skip)
-        return found
+            variables[SKIP_STEP_VARIABLE] = ",".join(str(step) for step in self.skip)
+        return variables
 
-    def announcement(self, most: int) -> str:
-        """What happens next, and why."""
+    def announcement(self, max_restart: int) -> str:
+        """Says what happens next, and why."""
         text = (
-            f"restart {self.failures} of {most} in {self.pause:g} s, from the newest checkpoint "
-            f"of this job, or anew where there is none"
+            f"restart {self.failures} of {max_restart} in {self.pause:g} s, from the newest "
+            f"checkpoint of this job, or anew where there is none"
         )
         if self.skip:
             steps = ", ".join(str(step) for step in self.skip)

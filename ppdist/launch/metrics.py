@@ -74,69 +74,72 @@ Sample = tuple[str, dict[str, str], float]  # name, labels, value
 
 
 class Measures:
-    """Of the ranks of one host, over all attempts of a job."""
+    """The measurements of one host's ranks, over all attempts of a job."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         """
         Args:
-            folder: the private one of fleetrun; an attempt has one in it, named by its number.
-            say: for what cannot be read, each kind once.
+            folder: fleetrun's private folder; an attempt has one in it, named by its number.
+            say: prints a line about what cannot be read, once for each kind.
         """
         self._folder, self._say = folder, say
-        self._run: dict[str, Any] = {}  # as heartbeat.tell_run has said
+        self._run: dict[str, Any] = {}  # as heartbeat.tell_run has written it
         self._evaluation: dict[str, Any] = {}  # the last one that was seen
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def samples(self) -> list[Sample]:
-        """All numbers that can be read now; warns once about the others."""
+        """Reads all numbers that can be read now; warns once about the others."""
         attempt = max((int(path.name) for path in self._folder.glob("[0-9]*")), default=0)
         folder = self._folder / str(attempt)
-        with self._said_once("run"):
+        with self._report_once("run"):
             for path in sorted(folder.glob("run-*.json"))[:1]:
-                told = json.loads(path.read_text(encoding="utf-8"))
-                self._run = {"output_dir": str(told["output_dir"]), "world": int(told["world"])}
+                run = json.loads(path.read_text(encoding="utf-8"))
+                self._run = {"output_dir": str(run["output_dir"]), "world": int(run["world"])}
         labels = {"run": Path(self._run.get("output_dir", "")).name, "host": socket.gethostname()}
-        found: list[Sample] = []
-        for part in (self._of_run, self._of_host, self._of_ranks):
-            with self._said_once(part.__name__):
-                for name, more, value in part(folder):
-                    found.append((name, labels | more, value))
-        return found
+        samples: list[Sample] = []
+        for read in (self._read_run, self._read_host, self._read_ranks):
+            with self._report_once(read.__name__):
+                for name, extra, value in read(folder):
+                    samples.append((name, labels | extra, value))
+        return samples
 
     @contextmanager
-    def _said_once(self, part: str) -> Iterator[None]:
-        """Whatever cannot be read of this part, the rest can."""
+    def _report_once(self, part: str) -> Iterator[None]:
+        """Reports the first failure to read a part; the other parts are read all the same."""
         try:
             yield
         except Exception as error:
-            if part not in self._said:
-                self._said.add(part)
+            if part not in self._reported:
+                self._reported.add(part)
                 self._say(f"some numbers cannot be read: {error!r}")
 
-    def _of_host(self, folder: Path) -> Iterator[Sample]:
+    def _read_host(self, folder: Path) -> Iterator[Sample]:
+        """Yields the numbers of this host."""
         yield "ppdist_host_restarts_total", {}, float(folder.name)
         stalls = len(list(self._folder.glob("[0-9]*/watch.json")))
         yield "ppdist_host_stalls_total", {}, float(stalls)
-        place = folder / "job.json"
-        orders = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
-        yield "ppdist_host_ranks", {}, float(orders.get("processes", 0))
+        job_file = folder / "job.json"
+        job = json.loads(job_file.read_text(encoding="utf-8")) if job_file.is_file() else {}
+        yield "ppdist_host_ranks", {}, float(job.get("processes", 0))
         if self._run:
             yield "ppdist_run_ranks", {}, float(self._run["world"])
 
-    def _of_ranks(self, folder: Path) -> Iterator[Sample]:
-        up = {
-            each.rank: each.code is None and each.child != 0 and is_alive(each.child)
-            for each in worker.reports(folder)
+    def _read_ranks(self, folder: Path) -> Iterator[Sample]:
+        """Yields the numbers of each rank of this host."""
+        is_up = {
+            report.rank: report.code is None and report.child != 0 and is_alive(report.child)
+            for report in worker.reports(folder)
         }
         readings = {
             rank: reading
-            for rank in up
-            if up[rank] and (reading := heartbeat.read(heartbeat.file_of(folder, rank))) is not None
+            for rank in is_up
+            if is_up[rank]
+            and (reading := heartbeat.read(heartbeat.file_of(folder, rank))) is not None
         }
         furthest = max((reading.step for reading in readings.values()), default=0)
-        for rank in up:
+        for rank in is_up:
             labels = {"rank": str(rank)}
-            yield "ppdist_rank_up", labels, float(up[rank])
+            yield "ppdist_rank_up", labels, float(is_up[rank])
             if rank not in readings:
                 continue
             reading = readings[rank]
@@ -156,8 +159,8 @@ class Measures:
                 yield "ppdist_rank_own_seconds_total", labels, work.own_seconds
                 yield "ppdist_rank_data_seconds_total", labels, work.data_seconds
 
-    def _of_run(self, folder: Path) -> Iterator[Sample]:
-        """Nothing but on rank 0's host."""
+    def _read_run(self, folder: Path) -> Iterator[Sample]:
+        """Yields the numbers of the whole run; none but on rank 0's host."""
         path = heartbeat.file_of(folder, 0)
         if not path.exists():
             return
@@ -189,13 +192,13 @@ class Measures:
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
-    """Step of the newest checkpoint and its mtime, or None."""
-    found = []
+    """Finds the newest checkpoint; returns its step and mtime, or None."""
+    manifests = []
     for path in folder.glob(f"step-*/{_MANIFEST}"):
         step = _CHECKPOINT.fullmatch(path.parent.name)
         if step is not None:
-            found.append((int(step[1]), path))
-    for number, path in sorted(found, reverse=True):
+            manifests.append((int(step[1]), path))
+    for number, path in sorted(manifests, reverse=True):
         try:
             return number, path.stat().st_mtime
         except FileNotFoundError:  # it was just pruned
@@ -204,7 +207,7 @@ def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
 
 
 def last_evaluation(path: Path) -> dict[str, Any]:
-    """The last evaluation near the end of a metrics.jsonl, or {}."""
+    """Reads the last evaluation near the end of a metrics.jsonl, or {}."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -225,7 +228,7 @@ def exporting(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[None]:
     """Serves Prometheus while the block runs, or warns once.
 
     Args:
-        folder: the private one of fleetrun.
+        folder: fleetrun's private folder.
         endpoint: address and port; None: no endpoint.
     """
     if endpoint is None:
@@ -258,10 +261,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         server = open_server(address, port, Measures(folder, _say))
     except (ImportError, OSError, OverflowError) as error:
-        why = f"{address}:{port} cannot be opened ({error}): choose another one"
+        reason = f"{address}:{port} cannot be opened ({error}): choose another one"
         if isinstance(error, ImportError):
-            why = "the package prometheus-client is missing: pip install 'ppdist[monitoring]'"
-        _give_up(why)
+            reason = "the package prometheus-client is missing: pip install 'ppdist[monitoring]'"
+        _give_up(reason)
         finish()
         return 1
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -271,7 +274,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def open_server(address: str, port: int, measures: Measures) -> WSGIServer:
-    """A server that answers each GET with all numbers.
+    """Opens a server that answers each GET with all numbers.
 
     Raises: ImportError: prometheus-client is missing.  OSError: the port cannot be opened.
     """
@@ -283,29 +286,29 @@ def open_server(address: str, port: int, measures: Measures) -> WSGIServer:
 
 
 def families(samples: Sequence[Sample]) -> Iterator[Any]:
-    """The samples as prometheus-client wants them: those of a name together."""
+    """Groups the samples by their name, as prometheus-client wants them."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    for name, text in METRICS.items():
-        found = [(labels, value) for each, labels, value in samples if each == name]
-        if not found:
+    for name, help_text in METRICS.items():
+        rows = [(labels, value) for sample_name, labels, value in samples if sample_name == name]
+        if not rows:
             continue
-        keys = list(found[0][0])
+        keys = list(rows[0][0])
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        family = kind(name, text, labels=keys)
-        for labels, value in found:
+        family = kind(name, help_text, labels=keys)
+        for labels, value in rows:
             family.add_metric([labels[key] for key in keys], value)
         yield family
 
 
 class _Collector:
-    """What prometheus-client asks at each scrape."""
+    """The collector that prometheus-client calls at each scrape."""
 
     def __init__(self, measures: Measures) -> None:
         self._measures, self._lock = measures, threading.Lock()
 
     def collect(self) -> list[Any]:
-        with self._lock:  # two may ask at a time
+        with self._lock:  # two scrapes may come at once
             return list(families(self._measures.samples()))
 
 
@@ -313,17 +316,17 @@ class _Handler(WSGIRequestHandler):
     timeout = _CLIENT_SECONDS
 
     def log_message(self, format: str, *values: Any) -> None:
-        """Scrapes are not logged."""
+        """Does nothing: scrapes are not logged."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    request_queue_size = 128  # of clients that are not yet answered, so that silent ones fill none
+    request_queue_size = 128  # unanswered clients; large, so that silent ones do not fill it
 
-    def __init__(self, place: tuple[str, int], handler: Any) -> None:
-        found = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)  # 4 or 6
-        self.address_family = found[0][0]
-        super().__init__(place, handler)
+    def __init__(self, endpoint: tuple[str, int], handler: Any) -> None:
+        addresses = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)  # 4 or 6
+        self.address_family = addresses[0][0]
+        super().__init__(endpoint, handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores clients that go away or speak nonsense."""
@@ -333,8 +336,8 @@ def _say(text: str) -> None:
     say(f"--metrics_port: {text}")
 
 
-def _give_up(why: str) -> None:
-    _say(f"{why}; the run continues without it")
+def _give_up(reason: str) -> None:
+    _say(f"{reason}; the run continues without it")
 
 
 if __name__ == "__main__":

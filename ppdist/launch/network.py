@@ -35,14 +35,14 @@ class Network:
     """This machine's network; tests replace it."""
 
     def resolve(self, name: str) -> str | None:
-        """The IPv4 address of a host name or address, or None."""
+        """Resolves a host name or address to its IPv4 address, or None."""
         try:
             return socket.gethostbyname(name)
         except (OSError, UnicodeError):
             return None
 
     def is_local(self, address: str) -> bool:
-        """Whether this machine holds the address."""
+        """Returns True if this machine holds the address."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 probe.bind((address, 0))
@@ -51,7 +51,7 @@ class Network:
         return True
 
     def is_free(self, port: int) -> bool:
-        """Whether no program uses the port."""
+        """Returns True if no program uses the port."""
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -61,20 +61,20 @@ class Network:
         return True
 
     def interfaces(self) -> dict[str, str]:
-        """Interface -> its first IPv4 address, "" where it has none."""
-        found = {}
+        """Maps each interface to its first IPv4 address, "" where it has none."""
+        addresses = {}
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", name.encode()[:15])
                 try:
                     answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                    found[name] = socket.inet_ntoa(answer[20:24])
+                    addresses[name] = socket.inet_ntoa(answer[20:24])
                 except OSError:
-                    found[name] = ""
-        return found
+                    addresses[name] = ""
+        return addresses
 
-    def towards(self, address: str) -> str | None:
-        """This machine's source address towards another; sends nothing."""
+    def source_address(self, address: str) -> str | None:
+        """Returns this machine's source address towards another; sends nothing."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect((address, 9))
@@ -84,18 +84,18 @@ class Network:
 
 
 def typed_hosts(ips: str) -> list[str]:
-    """The hosts in the value of --ips, as typed."""
+    """Splits the value of --ips into its hosts, as typed."""
     return [name for name in re.split(r"[,\s]+", ips.strip().strip("'\"")) if name]
 
 
 def listed(hosts: Sequence[str]) -> str:
-    """`10.0.0.1, 10.0.0.2, 10.0.0.3 and 997 more`"""
+    """Lists the first hosts, and counts the rest: `10.0.0.1, 10.0.0.2, 10.0.0.3 and 997 more`."""
     more = len(hosts) - _LISTED_HOSTS
     return ", ".join(hosts[:_LISTED_HOSTS]) + (f" and {more} more" if more > 0 else "")
 
 
 def resolve_hosts(ips: str, network: Network) -> list[str]:
-    """The addresses of the hosts in --ips, in order.
+    """Resolves the hosts in --ips to their addresses, in order.
 
     Raises: LaunchError: a name does not resolve, is listed twice, or is one that other hosts
         cannot reach.
@@ -132,14 +132,14 @@ def resolve_hosts(ips: str, network: Network) -> list[str]:
             )
         addresses.append(address)
     for place, address in enumerate(addresses):
-        same = [names[other] for other in range(place) if addresses[other] == address]
-        if same:
-            what = f"{names[place]} and {same[0]} are both {address}"
+        earlier = [names[index] for index in range(place) if addresses[index] == address]
+        if earlier:
+            problem = f"{names[place]} and {earlier[0]} are both {address}"
             fix = "list each host once (processes per host: --nproc_per_node)"
-            if names[place] == same[0]:
-                raise LaunchError(what, code="ips_repeated", where="--ips", fix=fix)
+            if names[place] == earlier[0]:
+                raise LaunchError(problem, code="ips_repeated", where="--ips", fix=fix)
             # One of the two names may belong to a host that has lost this address.
-            raise NotYetKnown(what, code="ips_repeated", where="--ips", fix=fix)
+            raise NotYetKnown(problem, code="ips_repeated", where="--ips", fix=fix)
     _refuse_loopback_among_hosts(names, addresses)
     return addresses
 
@@ -148,11 +148,11 @@ def _refuse_loopback_among_hosts(names: Sequence[str], addresses: Sequence[str])
     if len(addresses) == 1:
         return
     loopback = [address.startswith("127.") for address in addresses]
-    for name, address, loops in zip(names, addresses, loopback):
-        if loops and (not all(loopback) or address == "127.0.0.1"):
-            shown = name if name == address else f"{name} (here {address})"
+    for name, address, is_loopback in zip(names, addresses, loopback):
+        if is_loopback and (not all(loopback) or address == "127.0.0.1"):
+            description = name if name == address else f"{name} (here {address})"
             raise LaunchError(
-                f"{shown} is a loopback address, which other hosts cannot reach",
+                f"{description} is a loopback address, which other hosts cannot reach",
                 code="ips_loopback",
                 where="--ips",
                 fix="give the address that they see (ip -br addr shows it)",
@@ -160,12 +160,12 @@ def _refuse_loopback_among_hosts(names: Sequence[str], addresses: Sequence[str])
 
 
 def own_address(addresses: Sequence[str], host: str | None, network: Network) -> str:
-    """Address of this machine among the hosts.
+    """Finds the address of this machine among those of the hosts.
 
     Args:
         addresses: from `resolve_hosts`.
         host: the value of --host, or None to find out.
-    Raises: LaunchError: none of them, or several.
+    Raises: LaunchError: none of the addresses is this machine's, or several are.
     """
     among = f"--ips {listed(addresses)}"
     if host is not None:
@@ -176,7 +176,7 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
     local = [address for address in addresses if network.is_local(address)]
     if len(local) == 1:
         return local[0]
-    mine = ", ".join(sorted(set(network.interfaces().values()) - {""})) or "none"
+    local_addresses = ", ".join(sorted(set(network.interfaces().values()) - {""})) or "none"
     if local:
         raise LaunchError(
             f"{', '.join(local)} are all addresses of this machine",
@@ -185,27 +185,27 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
             fix=f"choose the one for this launch: --host {local[0]}",
         )
     raise LaunchError(
-        f"none of {among} is this machine (its addresses: {mine})",
+        f"none of {among} is this machine (its addresses: {local_addresses})",
         code="ips_without_this_host",
         fix="start fleetrun on each of the hosts, or correct --ips",
     )
 
 
 def once_known(
-    look: Callable[[], T],
+    decide: Callable[[], T],
     ips: str,
     network: Network,
     seconds: float,
     say: Callable[[str], None],
     received: Sequence[int],
 ) -> T:
-    """Retries `look` until the names in --ips resolve to the run's hosts.
+    """Retries `decide` until the names in --ips resolve to the run's hosts.
 
     A pod's name resolves once the pod runs, and for some seconds still to the pod before it.  With
     addresses only, there is nothing to wait for.
 
     Args:
-        look: raises NotYetKnown for failures that may be temporary.
+        decide: raises NotYetKnown for failures that may be temporary.
         seconds: the timeout.
         received: signals so far; any of them ends the wait.
     Raises: LaunchError: the timeout, or a permanent failure.  Stopped: a signal.
@@ -214,7 +214,7 @@ def once_known(
     reported: float | None = None
     while not received:
         try:
-            return look()
+            return decide()
         except NotYetKnown as error:
             now = time.monotonic()
             if all(network.resolve(name) == name for name in typed_hosts(ips)):
@@ -231,41 +231,43 @@ def once_known(
 
 
 def socket_variables(address: str, network: Network) -> dict[str, str]:
-    """Variables that make gloo and NCCL use the interface with this address.
+    """Returns the variables that make gloo and NCCL use the interface with this address.
 
     By default gloo connects to whatever the host's name resolves to, often 127.0.0.1.  Empty for an
     address that is not an interface's first.
     """
-    for name, held in network.interfaces().items():
-        if held == address:
+    for name, held_address in network.interfaces().items():
+        if held_address == address:
             # `=` makes NCCL compare the whole name: eth1 alone would match eth10 as well.
             return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     return {}
 
 
 def check_interfaces(environment: Mapping[str, str], address: str | None, network: Network) -> None:
-    """Rejects an interface that gloo cannot use; NCCL says so of its own.
+    """Rejects an interface that gloo cannot use; NCCL reports such an error itself.
 
     Args:
         address: of this host in the run; None: any.
     Raises: LaunchError: no such interface, or gloo's has another address.
     """
-    held = network.interfaces()
-    holder = next((name for name in held if held[name] == address), None)
-    shown = [f"{name} ({held[name] or 'without IPv4'})" for name in held]
-    here = f"this machine has {', '.join(shown)}"
+    addresses = network.interfaces()
+    holder = next((name for name in addresses if addresses[name] == address), None)
+    descriptions = [f"{name} ({addresses[name] or 'without IPv4'})" for name in addresses]
+    here = f"this machine has {', '.join(descriptions)}"
     gloo = environment.get("GLOO_SOCKET_IFNAME", "")
-    instead = f"; {address} is on {holder}: use that or unset it" if holder else "; correct it"
-    if gloo and not held.get(gloo):
-        problem = "has no IPv4 address" if gloo in held else "is not an interface of this machine"
+    remedy = f"; {address} is on {holder}: use that or unset it" if holder else "; correct it"
+    if gloo and not addresses.get(gloo):
+        problem = (
+            "has no IPv4 address" if gloo in addresses else "is not an interface of this machine"
+        )
         raise LaunchError(
-            f"GLOO_SOCKET_IFNAME={gloo} {problem}: {here}{instead}", code="interface_wrong"
+            f"GLOO_SOCKET_IFNAME={gloo} {problem}: {here}{remedy}", code="interface_wrong"
         )
     if gloo and holder and gloo != holder:
         raise LaunchError(
-            f"GLOO_SOCKET_IFNAME={gloo} holds {held[gloo]}, but this host of the run is {address}, "
-            f"which is on {holder}: unset the variable, or give --ips the addresses of that "
-            "network",
+            f"GLOO_SOCKET_IFNAME={gloo} holds {addresses[gloo]}, but this host of the run is "
+            f"{address}, which is on {holder}: unset the variable, or give --ips the addresses of "
+            "that network",
             code="interface_wrong",
         )
 
@@ -278,7 +280,7 @@ def choose_port(
     network: Network,
     metrics_port: int | None = None,
 ) -> int:
-    """The first port of this run.
+    """Chooses the first port of this run.
 
     A single host takes any `count` consecutive free ports, so that two runs on a machine do not
     collide.  Several hosts must agree without communicating, so they use the same fixed ports: the
@@ -286,8 +288,8 @@ def choose_port(
 
     Args:
         wanted: the requested port, or None.
-        first: whether this host has rank 0: only there the ports must be reachable.  That of the
-            rendezvous is opened, and stays open, as long as the job lives.
+        first: whether this host has rank 0: only there the ports must be reachable.  The
+            rendezvous opens its port itself, and keeps it open as long as the job lives.
         metrics_port: never given to ranks, because it may be opened later.
     Raises: LaunchError: a port is taken, or there is no free range.
     """
@@ -326,9 +328,9 @@ def refuse_metrics_port(port: int | None, ports: range) -> None:
     Raises: LaunchError.
     """
     if port in ports:
-        own = f"port {port}" if len(ports) == 1 else f"ports {ports[0]}-{ports[-1]}"
+        needed = f"port {port}" if len(ports) == 1 else f"ports {ports[0]}-{ports[-1]}"
         raise LaunchError(
-            f"the run itself needs {own}",
+            f"the run itself needs {needed}",
             code="metrics_port_taken",
             where=f"--metrics_port {port}",
             fix="choose another",
@@ -336,18 +338,18 @@ def refuse_metrics_port(port: int | None, ports: range) -> None:
 
 
 def ranks_port(start: int, hosts: int) -> int:
-    """First port of the ranks; with several hosts, after the rendezvous port."""
+    """Returns the first port of the ranks; with several hosts, after the rendezvous port."""
     return start + (hosts > 1)
 
 
 def port_in_use(port: int, hosts: int) -> LaunchError:
-    """The error for a port that is in use."""
-    others = " (the same on every host)" if hosts > 1 else ""
+    """Makes the error for a port that is in use."""
+    on_all_hosts = " (the same on every host)" if hosts > 1 else ""
     return LaunchError(
         f"port {port} is in use on this machine, by another job or program",
         code="port_in_use",
         fix=(
-            f"choose another with --start_port P or FLAGS_START_PORT=P{others}; `ss -ltnp` shows "
-            "who has it"
+            f"choose another with --start_port P or FLAGS_START_PORT=P{on_all_hosts}; `ss -ltnp` "
+            "shows who has it"
         ),
     )

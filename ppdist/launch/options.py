@@ -50,7 +50,7 @@ KIND_VARIABLE = "PADDLE_XCCL_BACKEND"  # Paddle's: the kind of cards that a plug
 # What its user gives to all hosts of a job, see connection.py; or the file that holds it.
 TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "PPDIST_JOB_TOKEN", "PPDIST_JOB_TOKEN_FILE"
 TOKEN_VARIABLES = (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
-_LEAST_TOKEN, _MOST_TOKEN = 16, 4096  # characters
+_MIN_TOKEN, _MAX_TOKEN = 16, 4096  # characters
 START_SECONDS = 600
 MOST_RESTARTS, MOST_SECONDS = 1_000_000, 1_000_000
 REJOIN_SECONDS = 60
@@ -81,7 +81,7 @@ _CARDS = Option(
 )
 _KIND_OF_NAME = {"--xpus": "xpu", "--npus": "npu"}
 _IPS = Option(("--ips",), "A,B", "all hosts of the run, rank 0's first", ("PADDLE_IPS",))
-_OURS = (
+_FLEETRUN_OPTIONS = (
     _CARDS,
     _IPS,
     Option(
@@ -136,23 +136,23 @@ _OURS = (
     ),
     Option(("--master",), "IP:PORT", "Paddle's rendezvous server, instead of --ips"),
 )
-_PADDLES = (
+_PADDLE_OPTIONS = (
     Option(("--nnodes",), "N", "hosts of the run; with --master"),
     Option(("--rank",), "N", "number of this host; with --master"),
     Option(("--job_id",), "NAME", variables=("PADDLE_JOB_ID",)),
 )
-_BY_NAME = {name: option for option in _OURS + _PADDLES for name in option.names}
+_BY_NAME = {name: option for option in _FLEETRUN_OPTIONS + _PADDLE_OPTIONS for name in option.names}
 _ELASTIC = (
     "--ips A,B --min_hosts N goes on without hosts that are lost; with etcd start Paddle's own "
     "launcher, python -m paddle.distributed.launch"
 )
 _NO_SERVERS = "ppdist has no parameter servers: all ranks train"
-# Paddle's, by key, that change something only with --master: why not else, and what to type.
+# Options of Paddle's, by key, that have an effect only with --master: the reason, and what to type.
 _WITH_MASTER = {
     "nnodes": ("without --master each host would train for itself", "name the hosts: --ips A,B"),
     "rank": ("without --master the number of a host is its place in --ips", "leave it out"),
 }
-# Other launchers' that do not exist here: why, and what to do instead.
+# Options of other launchers that do not exist here: the reason, and what to do instead.
 _REFUSED = {
     "--legacy": "it starts Paddle's old launcher, which leaves its processes running when it is "
     "stopped; leave the option out",
@@ -182,7 +182,9 @@ _REFUSED = {
 }
 # Taken from the environment by the options above, so Paddle's launcher must not see them again:
 # it would let them override the command line.
-OPTION_VARIABLES = tuple(name for option in _OURS + _PADDLES for name in option.variables)
+OPTION_VARIABLES = tuple(
+    name for option in _FLEETRUN_OPTIONS + _PADDLE_OPTIONS for name in option.variables
+)
 
 
 @dataclass(frozen=True)
@@ -211,12 +213,12 @@ class Options:
 
     @property
     def shown_script(self) -> str:
-        """The script as a user types it."""
+        """Returns the script as a user types it."""
         return "ppdist" if self.script == _OWN_COMMANDS else self.script
 
     @property
     def trains(self) -> bool:
-        """Whether the script is `ppdist train`."""
+        """Returns True if the script is `ppdist train`."""
         script = Path(self.script).absolute()
         if self.script == _OWN_COMMANDS or script.name == "ppdist":  # typed with its path
             return self.script_arguments[:1] == ("train",)
@@ -224,7 +226,7 @@ class Options:
 
     @property
     def needs_paddle(self) -> bool:
-        """Whether Paddle's launcher has to start the ranks."""
+        """Returns True if Paddle's launcher has to start the ranks."""
         return self.master is not None
 
 
@@ -235,22 +237,22 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         arguments: what follows the program's name.
     Raises: LaunchError: an unknown or incomplete option, no script, or a stale environment.
     """
-    values, rest = _split(arguments)
+    values, rest = _split_arguments(arguments)
     refuse_stale_environment(environment)
     token = job_token(environment)
     if not rest:
         raise LaunchError(f"no script was given.\n{USAGE}", code="script_missing")
     given = {key: f"--{key} {value}" for key, value in values.items()}  # as it was, for messages
-    for option in _OURS + _PADDLES:
+    for option in _FLEETRUN_OPTIONS + _PADDLE_OPTIONS:
         for variable in option.variables:
             if environment.get(variable) and option.key not in values:
                 values[option.key] = environment[variable]
                 given[option.key] = f"{variable}={environment[variable]}"
     _refuse_without_effect(values, given)
-    taken = {option.key for option in _OURS}
-    metrics_address, metrics_port = _endpoint(values, "metrics_port")
-    rejoin = _integer(values, "rejoin_seconds", 0, MOST_SECONDS)
-    kind, cards = _cards(values.get(_CARDS.key), environment.get(KIND_VARIABLE) or _GPU)
+    taken = {option.key for option in _FLEETRUN_OPTIONS}
+    metrics_address, metrics_port = _parse_endpoint(values, "metrics_port")
+    rejoin = _parse_integer(values, "rejoin_seconds", 0, MOST_SECONDS)
+    kind, cards = _parse_cards(values.get(_CARDS.key), environment.get(KIND_VARIABLE) or _GPU)
     return Options(
         script=_OWN_COMMANDS if rest[0] == "ppdist" else rest[0],
         script_arguments=tuple(rest[1:]),
@@ -258,15 +260,15 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         kind=kind,
         cards=cards,
         ips=values.get(_IPS.key),
-        processes=_integer(values, "nproc_per_node", 1, 4096),
+        processes=_parse_integer(values, "nproc_per_node", 1, 4096),
         host=values.get("host"),
-        start_port=_integer(values, "start_port", 1024, 65535),
-        start_timeout=_integer(values, "start_timeout", 1, MOST_SECONDS) or START_SECONDS,
+        start_port=_parse_integer(values, "start_port", 1024, 65535),
+        start_timeout=_parse_integer(values, "start_timeout", 1, MOST_SECONDS) or START_SECONDS,
         metrics_address=metrics_address,
         metrics_port=metrics_port,
         master=values.get("master"),
-        max_restart=_integer(values, "max_restart", 0, MOST_RESTARTS) or 0,
-        min_hosts=_integer(values, "min_hosts", 1, 4096),
+        max_restart=_parse_integer(values, "max_restart", 0, MOST_RESTARTS) or 0,
+        min_hosts=_parse_integer(values, "min_hosts", 1, 4096),
         rejoin_seconds=REJOIN_SECONDS if rejoin is None else rejoin,
         log_dir=values.get("log_dir", "log"),
         token=token,
@@ -275,9 +277,10 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
 
 
 def _refuse_without_effect(values: Mapping[str, str], given: Mapping[str, str]) -> None:
-    """Raises: LaunchError: an option would change nothing.
+    """Refuses options that would change nothing.
 
     Args: given: each value as it was given.
+    Raises: LaunchError.
     """
     if "rejoin_seconds" in values and "min_hosts" not in values:
         raise LaunchError(
@@ -287,11 +290,11 @@ def _refuse_without_effect(values: Mapping[str, str], given: Mapping[str, str]) 
             fix="add --min_hosts N",
         )
     hosts = len(typed_hosts(values.get("ips", ""))) or 1
-    for key, holds in (("nnodes", f"{hosts}"), ("rank", "0")):
-        if values.get(key, holds) != holds and "master" not in values:
-            why, fix = _WITH_MASTER[key]
+    for key, default in (("nnodes", f"{hosts}"), ("rank", "0")):
+        if values.get(key, default) != default and "master" not in values:
+            reason, fix = _WITH_MASTER[key]
             raise LaunchError(
-                f"it would have no effect: {why}",
+                f"it would have no effect: {reason}",
                 code="option_without_effect",
                 where=given[key],
                 fix=fix,
@@ -299,25 +302,30 @@ def _refuse_without_effect(values: Mapping[str, str], given: Mapping[str, str]) 
 
 
 def help_text() -> str:
-    """What `fleetrun --help` prints."""
+    """Returns what `fleetrun --help` prints."""
     lines = [USAGE, "options:"]
-    for option in _OURS:
+    for option in _FLEETRUN_OPTIONS:
         lines.append(f"  {', '.join(option.names)} {option.metavar}")
-        lines.append(_wrapped(option.help, "      "))
+        lines.append(_wrap(option.help, "      "))
     lines.append("\nWith --master Paddle's launcher starts the ranks, which takes a second and")
     lines.append("300 MB more; it also takes, and gets unchanged:")
-    lines.append(_wrapped(", ".join(name for each in _PADDLES for name in each.names), "  "))
+    lines.append(
+        _wrap(", ".join(name for option in _PADDLE_OPTIONS for name in option.names), "  ")
+    )
     return "\n".join(lines)
 
 
-def _wrapped(text: str, indent: str) -> str:
-    """In lines of a usual terminal; no option is broken."""
+def _wrap(text: str, indent: str) -> str:
+    """Wraps text to the lines of a usual terminal; no option is broken."""
     return textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent,
                          break_on_hyphens=False)  # fmt: skip
 
 
 def refuse_stale_environment(environment: Mapping[str, str]) -> None:
-    """Raises: LaunchError: variables of an earlier launch would override this one."""
+    """Refuses variables of an earlier launch, which would override this one.
+
+    Raises: LaunchError.
+    """
     stale = [name for name in STALE_VARIABLES if name in environment]
     if stale:
         remove = " ".join(f"-u {name}" for name in stale)
@@ -331,7 +339,7 @@ def refuse_stale_environment(environment: Mapping[str, str]) -> None:
 
 
 def job_token(environment: Mapping[str, str]) -> str:
-    """The token of the job, "" where none was given.
+    """Reads the token of the job; "" where none was given.
 
     Raises: LaunchError: strangers can read it or find it by trying.
     """
@@ -342,7 +350,7 @@ def job_token(environment: Mapping[str, str]) -> str:
         try:
             with open(name, encoding="utf-8", errors="surrogateescape") as file:
                 mode = os.fstat(file.fileno()).st_mode
-                token = file.read(_MOST_TOKEN).strip()
+                token = file.read(_MAX_TOKEN).strip()
         except OSError as error:
             raise LaunchError(
                 f"it cannot be read ({error.strerror})", code="job_token_unreadable", where=where
@@ -354,18 +362,18 @@ def job_token(environment: Mapping[str, str]) -> str:
                 where=where,
                 fix=f"chmod 600 {name}",
             )
-    if (token or name) and len(token) < _LEAST_TOKEN:
+    if (token or name) and len(token) < _MIN_TOKEN:
         raise LaunchError(
-            f"a token of {len(token)} characters can be guessed: use {_LEAST_TOKEN} or more",
+            f"a token of {len(token)} characters can be guessed: use {_MIN_TOKEN} or more",
             code="job_token_short",
             where=where,
-            fix=f"give all hosts the same one from `openssl rand -hex {_LEAST_TOKEN}`, or none",
+            fix=f"give all hosts the same one from `openssl rand -hex {_MIN_TOKEN}`, or none",
         )
     return token
 
 
-def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Options by key, and the script with its arguments."""
+def _split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Splits the options, by key, from the script with its arguments."""
     values: dict[str, str] = {}
     rest = list(arguments)
     while rest and rest[0].startswith("-"):
@@ -381,7 +389,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
                 where=name,
             )
         if option is None:
-            raise LaunchError(_unknown(name), code="option_unknown")
+            raise LaunchError(_describe_unknown(name), code="option_unknown")
         if not equals:
             if not rest or rest[0] in _BY_NAME:
                 raise LaunchError(
@@ -411,7 +419,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return values, rest
 
 
-def _unknown(name: str) -> str:
+def _describe_unknown(name: str) -> str:
     close = difflib.get_close_matches(name, _BY_NAME, n=1)
     hint = f"did you mean {close[0]}? Otherwise: " if close else ""
     return (
@@ -420,10 +428,10 @@ def _unknown(name: str) -> str:
     )
 
 
-def _cards(text: str | None, kind: str) -> tuple[str, str | None]:
-    """Kind and list of `0-3` or `npu:0-3`.
+def _parse_cards(text: str | None, kind: str) -> tuple[str, str | None]:
+    """Splits `0-3` or `npu:0-3` into the kind and the list.
 
-    Args: kind: where the text says none.
+    Args: kind: the kind for a text that names none.
     """
     typed, colon, cards = (text or "").rpartition(":")
     kind = typed if colon else kind
@@ -437,29 +445,29 @@ def _cards(text: str | None, kind: str) -> tuple[str, str | None]:
     return kind, None if text is None else cards
 
 
-def _integer(values: Mapping[str, str], key: str, least: int, most: int) -> int | None:
+def _parse_integer(values: Mapping[str, str], key: str, minimum: int, maximum: int) -> int | None:
     text = values.get(key)
     if text is None:
         return None
-    if not re.fullmatch(r"\d+", text) or not least <= int(text) <= most:
+    if not re.fullmatch(r"\d+", text) or not minimum <= int(text) <= maximum:
         raise LaunchError(
-            f"expected a whole number from {least} to {most}",
+            f"expected a whole number from {minimum} to {maximum}",
             code="option_invalid",
             where=f"--{key} {text}",
         )
     return int(text)
 
 
-def _endpoint(values: Mapping[str, str], key: str) -> tuple[str, int | None]:
-    """`9410`, `0.0.0.0:9410` or `[::1]:9410`."""
+def _parse_endpoint(values: Mapping[str, str], key: str) -> tuple[str, int | None]:
+    """Parses `9410`, `0.0.0.0:9410` or `[::1]:9410` into address and port."""
     text = values.get(key)
     if text is None:
         return "", None
-    found = re.fullmatch(r"(?:([^:\[\]\s]+|\[[0-9a-fA-F:.]+\]):)?([0-9]{1,5})", text)
-    if found is None or not 1 <= int(found[2]) <= 65535:
+    match = re.fullmatch(r"(?:([^:\[\]\s]+|\[[0-9a-fA-F:.]+\]):)?([0-9]{1,5})", text)
+    if match is None or not 1 <= int(match[2]) <= 65535:
         raise LaunchError(
             "expected PORT or ADDRESS:PORT, as in 0.0.0.0:9410",
             code="option_invalid",
             where=f"--{key} {text}",
         )
-    return (found[1] or "").strip("[]"), int(found[2])
+    return (match[1] or "").strip("[]"), int(match[2])

@@ -1,6 +1,6 @@
-"""Outcome of a run on this host: culprit, message, exit code.
+"""Outcome of a run on this host: the culprit, the message, the exit code.
 
-It combines what every rank left behind.
+It is derived from what every rank left behind.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Attempt:
 
     @property
     def launcher_log(self) -> Path:
-        """Output of Paddle's launcher, or of workers that fleetrun starts."""
+        """Returns the log of Paddle's launcher, or of the workers that fleetrun starts."""
         return self.folder / "launcher.log"
 
     def log(self, local: int) -> Path:
@@ -47,17 +47,17 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that made no progress, for `judge`."""
+    """A hang, for `judge`: the ranks that made no progress."""
 
     message: str
     time: float  # since when, by `boot_seconds`
-    ranks: list[int]  # however these end now, it is a consequence
-    step: int | None  # the optimizer step, from 1, that they all had begun; None: none
+    ranks: list[int]  # however these end now, that is a consequence of the hang
+    step: int | None  # the optimizer step, from 1, that all of them had begun; None: none had
     certain: bool  # False: the first failure may have another cause
 
 
-def found_hang(folder: Path) -> Hang | None:
-    """The hang that a Watch of this folder found; None: none."""
+def read_hang(folder: Path) -> Hang | None:
+    """Reads the hang that a Watch of this folder found; None: it found none."""
     with contextlib.suppress(FileNotFoundError):
         return Hang(**json.loads((folder / WATCH_FILE).read_text(encoding="utf-8")))
     return None
@@ -65,7 +65,7 @@ def found_hang(folder: Path) -> Hang | None:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank of this host ended."""
+    """The end of one rank of this host."""
 
     rank: int
     local: int  # its number on this host; 0 has the terminal
@@ -77,7 +77,7 @@ class RankEnd:
     process_code: int | None = None  # exit code of the process; None: still running
     began: bool = True  # whether the script began, not only its watcher
     seconds: float | None = None  # that the script ran; None: unknown
-    printed: bool = True  # its failure, where it writes
+    printed: bool = True  # it wrote its failure to its output
 
     @property
     def message(self) -> str:
@@ -85,24 +85,25 @@ class RankEnd:
 
     @property
     def failed(self) -> bool:
-        """Whether it failed, or exited with 0 before training was over."""
+        """Returns True if it failed, or exited with 0 before training was over."""
         early = self.reading is not None and self.reading.phase in ("step", "save")
         return self.exit_code not in (0, STOPPED) or (self.exit_code == 0 and early)
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it ended because another rank had ended."""
+        """Returns True if it ended because another rank had ended."""
         killed = self.exit_code in (None, -signal.SIGTERM, 128 + signal.SIGTERM)
         lost = self.failure.code == errors.LOST_RANK or self.failure.from_rank is not None
         return lost or (killed and not self.message)
 
     @property
     def waited_for_peer(self) -> bool:
-        """Whether it ended because another rank had ended, or never arrived."""
+        """Returns True if it ended because another rank had ended, or never arrived."""
         return self.is_consequence or self.failure.code in _PEER_TIMEOUTS
 
     @property
     def how(self) -> str:
+        """Says how it ended, to follow `it`."""
         if self.exit_code is None:
             return "was killed"
         if self.exit_code < 0:
@@ -114,37 +115,37 @@ class RankEnd:
 
     @property
     def step(self) -> int | None:
-        """Optimizer step that failed, from 1, or None."""
+        """Returns the optimizer step that failed, from 1, or None."""
         if self.reading is None or self.failure.kind == errors.StorageError.kind:
             return None
         return self.reading.making
 
     @property
     def reached(self) -> int:
-        """Number, from 1, of the last step that it began."""
+        """Returns the number, from 1, of the last step that it began."""
         if self.reading is None:
             return 0
         return self.reading.step + (self.reading.phase == "step")
 
     @property
     def made_no_step(self) -> bool:
-        """Whether this attempt certainly finished no step."""
+        """Returns True if it certainly finished no step in this attempt."""
         if self.reading is None:
             return not self.began or (self.seconds or math.inf) < _LOADING_SECONDS
         if self.reading.phase == "start":
             return True
-        none = self.reading.steps_since == self.reading.steps_measured == 0
-        return self.reading.phase == "step" and none
+        no_steps = self.reading.steps_since == self.reading.steps_measured == 0
+        return self.reading.phase == "step" and no_steps
 
     @property
     def where(self) -> str:
-        """What it was doing and on which host."""
+        """Says what it was doing and on which host."""
         host = f"(host {socket.gethostname()})"
-        return host if self.reading is None else f"{phase_of(self.reading)} {host}"
+        return host if self.reading is None else f"{describe_phase(self.reading)} {host}"
 
 
-def phase_of(reading: heartbeat.Reading) -> str:
-    """What a rank was doing, as text for a message."""
+def describe_phase(reading: heartbeat.Reading) -> str:
+    """Says what a rank was doing, as text for a message."""
     done = reading.step
     return {
         "start": "before its first step",
@@ -156,7 +157,7 @@ def phase_of(reading: heartbeat.Reading) -> str:
 
 
 def read_ends(folder: Path) -> list[RankEnd]:
-    """Ends of the ranks that have begun; no exit code: still running."""
+    """Reads how the ranks that have begun ended; one without an exit code still runs."""
     ends = []
     for report in worker.reports(folder):
         end = RankEnd(
@@ -171,18 +172,23 @@ def read_ends(folder: Path) -> list[RankEnd]:
             began=report.code is not None or report.child != 0,
             seconds=report.seconds,
         )
-        word = folder / f"rank-{report.rank}.json"
-        if word.is_file():
-            said = json.loads(word.read_text(encoding="utf-8"))
-            if said["exit_code"] != 0:  # a rank may still crash after it has reported 0
-                failure = (said["kind"], said["code"], said["message"], said["from_rank"])
+        report_file = folder / f"rank-{report.rank}.json"
+        if report_file.is_file():
+            report_of_rank = json.loads(report_file.read_text(encoding="utf-8"))
+            if report_of_rank["exit_code"] != 0:  # a rank may still crash after it has reported 0
+                failure = (
+                    report_of_rank["kind"],
+                    report_of_rank["code"],
+                    report_of_rank["message"],
+                    report_of_rank["from_rank"],
+                )
                 end = replace(
                     end,
-                    exit_code=said["exit_code"],
+                    exit_code=report_of_rank["exit_code"],
                     failure=errors.Failure(*failure),
-                    printed=said["printed"],
+                    printed=report_of_rank["printed"],
                     # The rank reports when it fails, and exits only after its teardown.
-                    time=said["time"],
+                    time=report_of_rank["time"],
                 )
         ends.append(end)
     return ends
@@ -190,20 +196,22 @@ def read_ends(folder: Path) -> list[RankEnd]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the run ended on this host."""
+    """The outcome of the run on this host."""
 
     code: int  # 0, 1, 2 or 75
     message: str  # for stderr; "": nothing is left to say
     stopped: int | None = None  # the signal that stopped it, if one did
     # For the other hosts of the run:
-    told: str = field(default="", compare=False)  # `message` for readers without this terminal
+    remote_message: str = field(
+        default="", compare=False
+    )  # `message` for readers without this terminal
     is_consequence: bool = field(default=False, compare=False)  # of what happened on another host
     time: float = field(default=0.0, compare=False)  # of the failure, by `boot_seconds`
     step: int | None = field(default=None, compare=False)  # that failed, from 1; None: no step did
     reached: int = field(default=0, compare=False)  # the last step that began here
-    # Ranks waited in vain and one made no progress, but the cause may be another.
+    # Ranks waited in vain and one made no progress, but something else may be the cause.
     is_guess: bool = field(default=False, compare=False)
-    # Its hosts went or came, and those that are there make the next world.
+    # Hosts went or came, and those that are present form the next world.
     goes_on: bool = field(default=False, compare=False)
     is_sent_away: bool = field(default=False, compare=False)  # this host alone: the others go on
     made_step: bool = field(default=True, compare=False)  # in this attempt, as far as known
@@ -214,7 +222,7 @@ class Outcome:
 
     @property
     def is_final(self) -> bool:
-        """Whether a restart would be wrong or useless."""
+        """Returns True if a restart would be wrong or useless."""
         if self.goes_on:
             return False
         over = self.is_sent_away or self.stopped is not None
@@ -222,7 +230,7 @@ class Outcome:
 
 
 def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
-    """How the run ended, from what this host's ranks left.
+    """Decides how the run ended, from what this host's ranks left behind.
 
     Args:
         launcher_code: exit code of Paddle's launcher, 0 without it; used only if no rank failed.
@@ -245,12 +253,14 @@ def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
         return Outcome(0, "", stopped, time=boot_seconds())
     if not failed:
         return Outcome(STOPPED, "", stopped)
-    outcome = _of_failed(attempt, ends, failed, stopped)
+    outcome = _judge_failures(attempt, ends, failed, stopped)
     return replace(outcome, reached=max(end.reached for end in ends))
 
 
 def made_step(ends: Sequence[RankEnd], trains: bool) -> bool:
-    """Whether a rank made a step in this attempt; of a script of others: whether it may have.
+    """Returns True if a rank made a step in this attempt, or may have made one.
+
+    Only `ppdist train` writes heartbeats, so of another script it is never certain.
 
     Args: trains: the script is `ppdist train`, which writes heartbeats before its first step, and
         may load for long.
@@ -258,89 +268,105 @@ def made_step(ends: Sequence[RankEnd], trains: bool) -> bool:
     return any(not end.made_no_step and (end.reading is not None or not trains) for end in ends)
 
 
-def failed_now(said: str) -> Outcome:
-    """A failure that no rank of this host reported."""
-    return Outcome(1, said, told=said, time=boot_seconds())
+def failed_now(message: str) -> Outcome:
+    """Makes the outcome of a failure that no rank of this host reported."""
+    return Outcome(1, message, remote_message=message, time=boot_seconds())
 
 
-def not_started(attempt: Attempt, what: str) -> Outcome:
-    """Outcome whose reason is at the end of the launcher's log."""
-    return failed_now(f"{what}:\n{_tail(attempt.launcher_log)}")
+def not_started(attempt: Attempt, problem: str) -> Outcome:
+    """Makes the outcome of a failure whose reason ends the launcher's log."""
+    return failed_now(f"{problem}:\n{_tail(attempt.launcher_log)}")
 
 
-def stopped_before(number: int, what: str) -> Outcome:
-    """Outcome of a signal before the first step: nothing is lost."""
-    said = f"stopped by {signal.Signals(number).name} before {what}: it wrote no checkpoint"
-    return Outcome(STOPPED, said, number)
+def stopped_before(number: int, event: str) -> Outcome:
+    """Makes the outcome of a signal before the first step: nothing is lost."""
+    message = f"stopped by {signal.Signals(number).name} before {event}: it wrote no checkpoint"
+    return Outcome(STOPPED, message, number)
 
 
 def first_cause(attempt: Attempt, ends: Sequence[RankEnd]) -> Outcome | None:
-    """Outcome while ranks still run; None: no rank failed on its own."""
+    """Finds the failure that ends the run while ranks still run; None: no rank failed by itself."""
     causes = [end for end in ends if end.failed and not end.waited_for_peer]
-    return _of_failed(attempt, ends, causes, None) if causes else None
+    return _judge_failures(attempt, ends, causes, None) if causes else None
 
 
-def _of_failed(
+def _judge_failures(
     attempt: Attempt, ends: Sequence[RankEnd], failed: Sequence[RankEnd], stopped: int | None
 ) -> Outcome:
-    """Args: failed: those of `ends` that failed, at least one."""
+    """Makes the outcome of ranks that failed: finds the first, and words the message.
+
+    Args: failed: the failed ones among `ends`, at least one.
+    """
     user_errors = [end for end in failed if end.exit_code == USER_ERROR and not end.waited_for_peer]
     first = min(
         user_errors or failed, key=lambda end: (end.is_consequence, end.waited_for_peer, end.time)
     )
-    hang = found_hang(attempt.folder)
-    named = hang is not None and first.rank in hang.ranks
-    if hang is not None and (hang.certain or named or first.waited_for_peer):
-        guess = not hang.certain
-        said = hang.message
-        return Outcome(1, said, stopped, said, False, hang.time, hang.step, is_guess=guess)
+    hang = read_hang(attempt.folder)
+    is_in_hang = hang is not None and first.rank in hang.ranks
+    if hang is not None and (hang.certain or is_in_hang or first.waited_for_peer):
+        is_guess = not hang.certain
+        message = hang.message
+        return Outcome(1, message, stopped, message, False, hang.time, hang.step, is_guess=is_guess)
     if first.exit_code == USER_ERROR and first.message:
-        said = f"error: {errors.with_code(first.message, first.failure.code)}"
-        return _failure(first, USER_ERROR, said, said, stopped)
+        message = f"error: {errors.with_code(first.message, first.failure.code)}"
+        return _make_outcome(first, USER_ERROR, message, message, stopped)
     if first.exit_code == USER_ERROR:
-        said, told = (_said(attempt, first, here) for here in (True, False))
-        return _failure(first, USER_ERROR, said, told, stopped)
+        message, remote_message = (
+            _last_output(attempt, first, on_terminal) for on_terminal in (True, False)
+        )
+        return _make_outcome(first, USER_ERROR, message, remote_message, stopped)
     if stopped is not None and all(end.is_consequence or end.exit_code == STOPPED for end in ends):
         if all(end.made_no_step or end.exit_code == STOPPED for end in ends):
             return stopped_before(stopped, "the first step of this attempt")
         ranks = ", ".join(str(end.rank) for end in failed)
         name = signal.Signals(stopped).name
-        said = f"stopped by {name}; rank {ranks} left no checkpoint"
-        return _failure(first, 1, said, said, stopped)
-    said, told = (_describe(attempt, first, here) for here in (True, False))
-    return _failure(first, 1, said, told, stopped)
+        message = f"stopped by {name}; rank {ranks} left no checkpoint"
+        return _make_outcome(first, 1, message, message, stopped)
+    message, remote_message = (
+        _describe_failure(attempt, first, on_terminal) for on_terminal in (True, False)
+    )
+    return _make_outcome(first, 1, message, remote_message, stopped)
 
 
-def _failure(first: RankEnd, code: int, message: str, told: str, stopped: int | None) -> Outcome:
-    return Outcome(code, message, stopped, told, first.is_consequence, first.time, first.step)
+def _make_outcome(
+    first: RankEnd, code: int, message: str, remote_message: str, stopped: int | None
+) -> Outcome:
+    return Outcome(
+        code, message, stopped, remote_message, first.is_consequence, first.time, first.step
+    )
 
 
-def _describe(attempt: Attempt, first: RankEnd, here: bool) -> str:
-    said = _said(attempt, first, here)
-    place = ("below" if said else "above") if here else "on the terminal there"
+def _describe_failure(attempt: Attempt, first: RankEnd, on_terminal: bool) -> str:
+    """Words the message about the rank that failed first.
+
+    Args: on_terminal: for this terminal, on which local rank 0 has written already.
+    """
+    output = _last_output(attempt, first, on_terminal)
+    place = ("below" if output else "above") if on_terminal else "on the terminal there"
     log = f"its output is {place}" if first.local == 0 else f"log: {attempt.log(first.local)}"
     text = f"rank {first.rank} failed first: it {first.how} {first.where}; {log}"
     if first.is_consequence:
         text += "\nIt lost another rank, and no rank of this host says why."
-    return f"{text}\n{said}".rstrip()
+    return f"{text}\n{output}".rstrip()
 
 
-def _said(attempt: Attempt, end: RankEnd, here: bool) -> str:
-    """The rank's last output, unless it is on this terminal."""
+def _last_output(attempt: Attempt, end: RankEnd, on_terminal: bool) -> str:
+    """Returns the message or the last output of a rank, unless it is on this terminal."""
     code = end.process_code
-    cut = code is not None and code < 0  # killed, perhaps in the middle of its message
+    is_cut_off = code is not None and code < 0  # killed, perhaps in the middle of its message
     message = errors.with_code(end.message, end.failure.code).rstrip() if end.message else ""
-    if end.local == 0 and end.printed and not (cut and message):
-        return "" if here else message
+    if end.local == 0 and end.printed and not (is_cut_off and message):
+        return "" if on_terminal else message
     return message or _tail(attempt.log(end.local), attempt.offsets.get(end.local, 0))
 
 
 def _tail(path: Path, offset: int = 0) -> str:
+    """Reads the last lines of a log from `offset` on, from the first traceback if there is one."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:
         file.seek(offset)
         lines = file.read().decode(errors="replace").rstrip().splitlines()
-    begins = [number for number, line in enumerate(lines) if line.startswith("Traceback (most")]
-    start = min(begins[0] if begins else len(lines), max(0, len(lines) - _TAIL_LINES))
-    return "\n".join(lines[begins[0] if begins else start :][-4 * _TAIL_LINES :])
+    tracebacks = [number for number, line in enumerate(lines) if line.startswith("Traceback (most")]
+    start = min(tracebacks[0] if tracebacks else len(lines), max(0, len(lines) - _TAIL_LINES))
+    return "\n".join(lines[tracebacks[0] if tracebacks else start :][-4 * _TAIL_LINES :])

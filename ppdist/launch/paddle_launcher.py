@@ -19,21 +19,21 @@ _heard: list[int] = []
 
 
 def install_once(number: int, handler: Any) -> Any:
-    """signal.signal, for handlers that are called for the first of all signals."""
+    """Replaces signal.signal: the handlers are called for the first of all signals only."""
     if not callable(handler):
         return _install(number, handler)
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def handle_first(number: int, frame: FrameType | None) -> None:
         if not _heard:
             _heard.append(number)
             handler(number, frame)
 
-    return _install(number, hear)
+    return _install(number, handle_first)
 
 
 if __name__ == "__main__":
     # As with -m: modules beside this file must not hide others.
-    own = Path(__file__).resolve().parent
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != own]
+    folder = Path(__file__).resolve().parent
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != folder]
     signal.signal = install_once  # type: ignore[assignment]
     runpy.run_module("paddle.distributed.launch", run_name="__main__", alter_sys=True)

@@ -49,15 +49,15 @@ def signals_noted() -> Iterator[list[int]]:
 
 
 def is_notice(received: Sequence[int]) -> bool:
-    """Whether this host shall go, rather than the whole run end."""
+    """Returns True if the signal announces the loss of this host only, not the end of the run."""
     return bool(received) and received[0] in NOTICES
 
 
 def at_once(received: Sequence[int]) -> bool:
-    """True when a second request came."""
+    """Returns True if a second request came: the ranks are killed."""
     return len(received) > 1
 
 
 def code_of(received: Sequence[int]) -> int:
-    """Exit code of a run that was killed by a second signal."""
+    """Returns the exit code of a run that was killed by a second signal."""
     return INTERRUPTED if received[-1] == signal.SIGINT else 1

@@ -5,8 +5,8 @@ of Paddle first, does it only where something is asked for that it alone can do,
 it forgets who failed first, and when it is killed its workers are orphaned.  So fleetrun
 looks by itself, five times a second, and ends the peers of the first failure.
 
-Whatever an attempt starts has the attempt's own folder in its environment.  By that a process is
-found though its parent and its process group are gone, and none outlives the attempt.
+Whatever an attempt starts has the attempt's own folder in its environment.  So a process
+is found even after its parent and its process group are gone, and none outlives the attempt.
 """
 
 import json
@@ -48,7 +48,7 @@ from ppdist.launch.signals import at_once, code_of
 from ppdist.launch.topology import LaunchPlan
 from ppdist.launch.watchdog import Watch
 
-_POLL_SECONDS = 0.2  # a look takes half a millisecond of a core that computes
+_POLL_SECONDS = 0.2  # one poll takes half a millisecond of a core that computes
 _PEER_SECONDS = 3.0  # in which ranks that have lost one can say so by themselves
 _TERM_SECONDS = 1.0  # before ranks get SIGTERM
 _KILL_SECONDS = 10.0  # a killed process that waits for a dead disk may take for ever to end
@@ -75,7 +75,7 @@ def run_job(
         folder: private and new, for this attempt alone.
         restarts: how often the job was restarted.
         received: requests to stop (see `signals_noted`); those for a single rank are added.
-    Returns: what is still to be said: the message of a failure may have been printed already.
+    Returns: the outcome; its message is empty where it was printed already.
     Raises: LaunchError: log_dir or the private folder cannot be written.
     """
     log_dir = Path(options.log_dir).absolute()
@@ -85,10 +85,10 @@ def run_job(
         raise LaunchError(
             f"{error.strerror}", code="folder_unwritable", where=f"--log_dir {options.log_dir}"
         ) from error
-    for rank in plan.ranks:  # an earlier job may have left its own
+    for rank in plan.ranks:  # those of an earlier job would be taken for this one's
         (log_dir / f"rank-{rank['PADDLE_TRAINER_ID']}.json").unlink(missing_ok=True)
     python = [sys.executable, "-u"] if options.script.endswith(".py") else []
-    orders = {
+    job_file = {
         "command": [*python, options.script, *options.script_arguments],
         "log_dir": str(log_dir),
         "restart": restarts,
@@ -96,11 +96,11 @@ def run_job(
     }
     (folder.parent / CHANGE_NOTE).unlink(missing_ok=True)
     with private_files(folder):
-        (folder / "job.json").write_text(json.dumps(orders), encoding="utf-8")
+        (folder / "job.json").write_text(json.dumps(job_file), encoding="utf-8")
         # Ranks that could not say how they ended would count as ranks that never began.
-        room = folder / "room"
-        room.write_bytes(bytes(_RESERVED_BYTES * (1 + plan.processes)))
-        room.unlink()
+        reserve = folder / "room"
+        reserve.write_bytes(bytes(_RESERVED_BYTES * (1 + plan.processes)))
+        reserve.unlink()
     attempt = Attempt(folder, log_dir)
     logs = {local: attempt.log(local) for local in range(plan.processes)}
     sizes = {local: log.stat().st_size for local, log in logs.items() if log.is_file()}
@@ -110,7 +110,7 @@ def run_job(
     outcome = replace(outcome, made_step=made_step(read_ends(folder), options.trains))
     show_reports(folder, log_dir)
     outcome = outcome if channel is None else channel.finish(outcome, received)
-    return replace(outcome, message="") if outcome.message == job.said else outcome
+    return replace(outcome, message="") if outcome.message == job.printed_message else outcome
 
 
 def show_reports(folder: Path, log_dir: Path) -> None:
@@ -124,7 +124,7 @@ class _Job:
     """The ranks of this host from their start to their end.
 
     Attributes:
-        said: the message of a failure that was printed while other ranks still ran, "" if none.
+        printed_message: the failure that was printed while other ranks still ran, or "".
     """
 
     def __init__(
@@ -138,30 +138,30 @@ class _Job:
         self._watch = Watch(attempt, channel is not None, say)
         self._channel, self._received = channel, received
         self._processes: list[child.Process] = []  # the workers by local rank, or the launcher
-        self._asked = False  # all ranks to end: SIGTERM was sent
+        self._sigterm_sent = False  # to all ranks
         self._stop_sent = False
-        self._left = False  # a rank has stopped by itself, and the others shall too
-        self._ending: float | None = None  # since when the ranks end because one has failed
-        self._verdict: Outcome | None = None  # known without looking at how the ranks ended
-        self.said = ""
+        self._left = False  # a rank has stopped by itself, and the others follow
+        self._ending: float | None = None  # when a rank failed, because of which all end
+        self._verdict: Outcome | None = None  # where it does not depend on how the ranks ended
+        self.printed_message = ""
 
     def run(self) -> Outcome:
-        """Starts them, waits until all have ended, and says how."""
+        """Starts the ranks, waits until all have ended, and judges how."""
         terminal = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with terminal, self._attempt.launcher_log.open("wb") as output:
             terminal.bind(str(self._folder / "terminal"))
             terminal.listen()
             try:
-                self._start(output)
-                while any([each.poll() is None for each in self._processes]):
+                self._start_processes(output)
+                while any([process.poll() is None for process in self._processes]):
                     if wait_for_any([terminal], _POLL_SECONDS):
                         connection, _ = terminal.accept()
                         with connection:
                             socket.send_fds(connection, [b"t"], [1, 2])
-                    self._look()
-                self._look_at_processes()
+                    self._poll()
+                self._check_processes()
             finally:
-                self._end()
+                self._kill_all()
         if self._verdict is not None:
             return self._verdict
         stopped = self._received[0] if self._received else None
@@ -170,10 +170,10 @@ class _Job:
         code = 0 if self._plan.ranks else self._processes[0].returncode
         return judge(self._attempt, code, stopped)
 
-    def _start(self, output: BinaryIO) -> None:
+    def _start_processes(self, output: BinaryIO) -> None:
         """Starts all processes.
 
-        Args: output: of Paddle's launcher, or of the workers until they have their own.
+        Args: output: log of Paddle's launcher, or of the workers until they have their own.
         """
         command, ranks = [sys.executable, worker.__file__], self._plan.ranks
         if not ranks:
@@ -196,67 +196,70 @@ class _Job:
                 )
             except OSError as error:  # as for one process more than the user may have
                 self._verdict = failed_now(f"a rank cannot be started: {error.strerror}")
-                return self._end()
+                return self._kill_all()
             self._processes.append(process)
 
-    def _look(self) -> None:
-        """What has happened since the last look, and what follows from it."""
+    def _poll(self) -> None:
+        """Checks for everything that has happened since the last poll, and acts on it."""
         others_stop = others_failed = others_wait = False
         if self._channel is not None:
             if not self._stop_sent:
-                self._channel.take_in(lambda: _saved_step(self._folder.parent))
+                self._channel.take_in(lambda: _read_saved_step(self._folder.parent))
             others_stop = self._channel.watch(self._received)
             others_failed = others_stop and self._channel.stopped_by is None
             others_wait = others_failed and not self._channel.cause_known
         self._watch.look(others_wait)
-        self._look_at_processes()
+        self._check_processes()
         if self._verdict is not None:
             return
-        if not self._stop_sent and not self.said:
-            self._look_for_ends()
+        if not self._stop_sent and not self.printed_message:
+            self._check_ends()
         if others_failed and self._ending is None:
             self._ending = time.monotonic()
         if at_once(self._received):
             name = signal.Signals(self._received[-1]).name
-            said = f"{name} again: the ranks were killed at once; older checkpoints are intact"
+            message = f"{name} again: the ranks were killed at once; older checkpoints are intact"
             code, first = code_of(self._received), self._received[0]
             self._verdict = Outcome(
-                code, said, first, said, is_consequence=True, time=boot_seconds()
+                code, message, first, message, is_consequence=True, time=boot_seconds()
             )
-            self._end()
+            self._kill_all()
         elif self._ending is not None:
             seconds = time.monotonic() - self._ending
             if seconds > _TERM_SECONDS:
-                self._ask()
+                self._send_sigterm()
             if seconds > _PEER_SECONDS:
-                self._end()
+                self._kill_all()
         elif not self._stop_sent:
-            self._pass_stop_on(others_stop)
+            self._forward_stop(others_stop)
 
-    def _look_at_processes(self) -> None:
-        """Notices a lost launcher, and workers that said nothing."""
+    def _check_processes(self) -> None:
+        """Notices a lost launcher, and workers that ended without a report."""
         if self._verdict is not None or self._ending is not None:
             return
         if not self._plan.ranks:
             launcher = self._processes[0]
             if (launcher.returncode or 0) < 0:
-                who = f"Paddle's launcher (process {launcher.pid})"
+                launcher_name = f"Paddle's launcher (process {launcher.pid})"
                 name = signal.Signals(-launcher.returncode).name
-                self._verdict = failed_now(f"{who} was killed by {name}, its ranks were ended")
-        elif not self._stop_sent and any(each.returncode for each in self._processes):
+                self._verdict = failed_now(
+                    f"{launcher_name} was killed by {name}, its ranks were ended"
+                )
+        elif not self._stop_sent and any(process.returncode for process in self._processes):
             begun = {report.rank for report in worker.reports(self._folder)}
             for process, variables in zip(self._processes, self._plan.ranks):
                 rank = int(variables["PADDLE_TRAINER_ID"])
                 if process.returncode and rank not in begun:
                     self._verdict = not_started(self._attempt, f"rank {rank} did not begin")
-                    return self._end()
+                    return self._kill_all()
 
-    def _look_for_ends(self) -> None:
-        ends = _ended(self._folder, self._ending is None)
+    def _check_ends(self) -> None:
+        """Judges the ranks that have ended; a failure ends the other ranks."""
+        ends = _read_ended(self._folder, self._ending is None)
         if any(end.failed for end in ends):
             cause = first_cause(self._attempt, ends)
             if cause is not None:
-                self.said = cause.message
+                self.printed_message = cause.message
                 say_end(cause)
                 if self._channel is not None:
                     self._channel.tell_failure(cause)
@@ -265,7 +268,7 @@ class _Job:
         elif any(end.exit_code == STOPPED for end in ends):
             self._left = True
 
-    def _pass_stop_on(self, others_stop: bool) -> None:
+    def _forward_stop(self, others_stop: bool) -> None:
         """Passes a signal for one process on to all ranks."""
         if self._received:
             name = signal.Signals(self._received[0]).name
@@ -282,78 +285,81 @@ class _Job:
             self._stop_sent = True
             if self._channel is not None and self._channel.hosts_change:
                 replace_file(self._folder.parent / CHANGE_NOTE, b"true")
-            self._ask()
+            self._send_sigterm()
 
-    def _ask(self) -> None:
+    def _send_sigterm(self) -> None:
         """Sends SIGTERM to all ranks' process groups, once."""
-        if self._asked:
+        if self._sigterm_sent:
             return
-        self._asked = True
+        self._sigterm_sent = True
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
 
-    def _end(self) -> None:
+    def _kill_all(self) -> None:
         """Kills all remaining processes of this attempt."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()  # Paddle's launcher before its workers, which it would look after
                 process.wait()
-        unkillable = _end_all(self._folder)
+        unkillable = _kill_processes(self._folder)
         if unkillable:
             ids = ", ".join(str(pid) for pid in unkillable)
             say(f"processes {ids} were killed but do not exit: blocked by a disk or a driver")
 
 
-def _saved_step(job: Path) -> int:
-    """Step of this job's newest checkpoint on this host; 0: none.
+def _read_saved_step(job_folder: Path) -> int:
+    """Reads the step of this job's newest checkpoint on this host; 0: there is none.
 
-    Args: job: its folder.
+    Args: job_folder: the folder of the job.
     """
-    note = read_json(job / RUN_NOTE)
+    note = read_json(job_folder / RUN_NOTE)
     return int(note["saved"]) if note else 0
 
 
-def _ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
-    """The ranks of this host that have ended.
+def _read_ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
+    """Reads which ranks of this host have ended, and how.
 
     Args:
-        by_themselves: no rank is being terminated.  One whose watcher (worker.py) is gone without
-            a word was killed then, and that is written down here.
+        by_themselves: no rank is being terminated.  Then one whose watcher (worker.py) is gone
+            without a report was killed, and its report is written here.
     """
     ends = read_ends(folder)
     lost = [
         end for end in ends if by_themselves and end.exit_code is None and not is_alive(end.pid)
     ]
     if lost:
-        ends = read_ends(folder)  # one of them may have left its word meanwhile
-        now = {end.rank: end for end in ends}
+        ends = read_ends(folder)  # one of them may have reported meanwhile
+        ends_by_rank = {end.rank: end for end in ends}
         for end in lost:
-            if now[end.rank].exit_code is None:
+            if ends_by_rank[end.rank].exit_code is None:
                 worker.end_report(folder, end.rank, end.local, -signal.SIGKILL)
         ends = read_ends(folder)
     return [end for end in ends if end.exit_code is not None]
 
 
-def _end_all(folder: Path) -> list[int]:
+def _kill_processes(folder: Path) -> list[int]:
     """Kills all processes of the attempt and waits for them.
 
     Returns: process ids of those that do not end.
     """
     deadline = time.monotonic() + _KILL_SECONDS
-    while left := worker.started_by(folder):
-        for pid in left:
+    while pids := worker.started_by(folder):
+        for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
-            return left
+            return pids
         time.sleep(_KILL_POLL_SECONDS)
     return []
 
 
 @contextmanager
 def private_files(folder: Path) -> Iterator[None]:
-    """Raises: LaunchError: what is written inside does not get there."""
+    """Turns an error in writing to the private folder into one for the user.
+
+    Raises: LaunchError: what is written inside the block does not get there.
+    """
     try:
         yield
     except OSError as error:
@@ -366,14 +372,16 @@ def private_files(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A temporary folder of mode 700 whose path fits a socket."""
+    """Makes a temporary folder of mode 700 whose path is short enough for a socket."""
     with private_files(Path(os.environ.get("TMPDIR", "/tmp"))):
         base = tempfile.gettempdir()
         if len(base) > _PATH_LIMIT - 30:
             base = "/tmp"
-        made = tempfile.TemporaryDirectory(prefix="ppdist-", dir=base, ignore_cleanup_errors=True)
+        temporary = tempfile.TemporaryDirectory(
+            prefix="ppdist-", dir=base, ignore_cleanup_errors=True
+        )
     wanted = os.environ.get("TMPDIR", "")
     if wanted and tempfile.gettempdir() != os.path.abspath(wanted):  # Python's own look at it
         say(f"note: TMPDIR={wanted} is full or cannot be written; using {base}")
-    with made as folder:
+    with temporary as folder:
         yield Path(folder)

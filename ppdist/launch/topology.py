@@ -39,8 +39,8 @@ from ppdist.launch.network import (
 from ppdist.launch.options import KIND_VARIABLE, OPTION_VARIABLES, TOKEN_VARIABLES, Options
 from ppdist.launch.worker import CPU_VARIABLE
 
-LAUNCHER_VARIABLE = "PPDIST_LAUNCHER"  # how a worker knows that our front started it
-# Of a run around this one.
+LAUNCHER_VARIABLE = "PPDIST_LAUNCHER"  # by which a rank knows that ppdist's fleetrun started it
+# Set for the ranks by a fleetrun; inherited ones are those of a run around this one.
 _OWN_VARIABLES = (
     EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, JOB_VARIABLE, MIN_HOSTS_VARIABLE, RESTART_VARIABLE,
     SKIP_STEP_VARIABLE, STARTED_VARIABLE,
@@ -48,7 +48,7 @@ _OWN_VARIABLES = (
 
 
 def paddle_build() -> str:
-    """Build of the installed Paddle: `gpu`, `cpu`, `other` or `none`."""
+    """Names the build of the installed Paddle: `gpu`, `cpu`, `other` or `none`."""
     if importlib.util.find_spec("paddle") is None:
         return "none"
     if installed_version("paddlepaddle-gpu"):
@@ -58,7 +58,7 @@ def paddle_build() -> str:
 
 
 def installed_version(distribution: str) -> str:
-    """Version of an installed distribution, or ""."""
+    """Returns the version of an installed distribution, or ""."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -67,7 +67,7 @@ def installed_version(distribution: str) -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan depends on, apart from the command."""
+    """A machine as a plan sees it: its cards, Paddle, cores and network."""
 
     cards: Sequence[Card]
     build: str  # of Paddle, see `paddle_build`
@@ -76,40 +76,42 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The real machine; takes as long as nvidia-smi."""
+    """Inspects the real machine; takes as long as nvidia-smi."""
     return Machine(machine_cards(), paddle_build(), len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How the processes of this host are started."""
+    """The plan of a launch: how the processes of this host are started."""
 
     device: str  # cpu, gpu or another kind of card
     processes: int  # on this host
     environment: dict[str, str]  # of all of them
-    devices: tuple[dict[str, str], ...]  # by which each finds its card; () for Paddle's launcher
+    devices: tuple[
+        dict[str, str], ...
+    ]  # variables by which each rank finds its card; () for Paddle's
     first_port: int  # of the first rank of each host; 0: Paddle's launcher chooses
-    own_options: dict[str, str]  # of Paddle's launcher, where it is needed, on this host
+    launcher_options: dict[str, str]  # of Paddle's launcher on this host, where it is needed
     hosts: tuple[str, ...]  # all, rank 0's first; empty where --master brings them together
     host: str  # which of them this is; "" where --master has to find out
     rendezvous_port: int | None  # of the first host, where the others call; None: no others
     description: str  # one line for the user
-    note: str  # what it says of cards that are not used
+    note: str  # the part of it about cards that are not used
     gpus: tuple[str, ...] = ()  # by physical id, in the order of local ranks
 
     @property
     def ranks(self) -> tuple[dict[str, str], ...]:
-        """Variables by which Paddle knows each rank; () with its launcher.
+        """Returns the variables by which Paddle knows each rank; () with its launcher.
 
         Source: launch/controllers/collective.py of Paddle 3.3.1; tests compare it with what that
         gives.
         """
         count, port = len(self.devices), self.first_port
         endpoints = [f"{host}:{port + local}" for host in self.hosts for local in range(count)]
-        found = []
+        variables = []
         for local, device in enumerate(self.devices):
             rank, world = self.hosts.index(self.host) * count + local, str(len(endpoints))
-            found.append(
+            variables.append(
                 {
                     "PADDLE_MASTER": endpoints[0],
                     "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
@@ -126,26 +128,26 @@ class LaunchPlan:
                     **device,
                 }
             )
-        return tuple(found)
+        return tuple(variables)
 
     @property
     def paddle_options(self) -> dict[str, str]:
-        """Of Paddle's launcher, but its --log_dir; {} where it is not needed."""
-        return {} if self.devices else self.own_options
+        """Returns the options for Paddle's launcher except --log_dir; {} where it is not needed."""
+        return {} if self.devices else self.launcher_options
 
 
 def make_plan(options: Options, environment: Mapping[str, str], machine: Machine) -> LaunchPlan:
-    """Decides everything and starts nothing.
+    """Plans the launch on this host; starts nothing.
 
     Args:
-        environment: of fleetrun itself.
+        environment: that of fleetrun itself.
     Raises: LaunchError: the command does not fit this machine.
     """
     _check_paddle_and_script(options, machine)
-    variables = _clean(environment)
+    variables = _clean_environment(environment)
     labels, note = cards_of_run(options, environment, machine)
     processes = len(labels) or options.processes or 1
-    name, visible = _visible(options, environment, machine)
+    name, visible = _find_visible(options, environment, machine)
     if name in variables and visible is not None:
         variables[name] = ",".join(visible if labels else ())  # some readers keep its spaces
     if labels:
@@ -153,43 +155,47 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
         cards = []
         for label in labels:
             index = label if visible is None else str(visible.index(label))
-            found = {f"FLAGS_selected_{device}s": index}  # by which Paddle finds the card of a rank
+            card_variables = {
+                f"FLAGS_selected_{device}s": index
+            }  # by which Paddle finds the card of a rank
             if device not in ("gpu", "xpu"):  # Paddle is built for these; a plug-in brings others
-                found |= {"PADDLE_DISTRI_BACKEND": "xccl", KIND_VARIABLE: device}
-            cards.append(found)
-        what = f"card{'s' * (processes > 1)}" if device == "gpu" else device
-        what += f" {','.join(labels)}"
+                card_variables |= {"PADDLE_DISTRI_BACKEND": "xccl", KIND_VARIABLE: device}
+            cards.append(card_variables)
+        devices_text = f"card{'s' * (processes > 1)}" if device == "gpu" else device
+        devices_text += f" {','.join(labels)}"
     else:
         device, cards = "cpu", [{"PADDLE_DISTRI_BACKEND": "gloo"}] * processes
         threads = variables.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores // processes)))
-        what = f"CPU (gloo), OMP_NUM_THREADS={threads} each"
+        devices_text = f"CPU (gloo), OMP_NUM_THREADS={threads} each"
     hosts: list[str] = []
     port: int | None = None
-    first_port, where = options.start_port, ""
+    first_port, host_text = options.start_port, ""
     if options.master is not None:
-        own = _with_master(options, options.master, variables, machine.network)
-        place = {"--master": options.master}
+        host = _resolve_master(options, options.master, variables, machine.network)
+        launcher_options = {"--master": options.master}
     else:
-        hosts, own = _with_hosts(options, variables, machine.network)
+        hosts, host = _resolve_ips(options, variables, machine.network)
         port = choose_port(
-            options.start_port, processes, len(hosts), own == hosts[0], machine.network,
+            options.start_port, processes, len(hosts), host == hosts[0], machine.network,
             options.metrics_port,
         )  # fmt: skip
         first_port = ranks_port(port, len(hosts))
-        place = {}
-        where = f"host {hosts.index(own) + 1} of {len(hosts)}, " if hosts[1:] else ""
+        launcher_options = {}
+        host_text = f"host {hosts.index(host) + 1} of {len(hosts)}, " if hosts[1:] else ""
     if options.needs_paddle:
-        place |= {"--devices": ",".join(labels)} if labels else {"--nproc_per_node": f"{processes}"}
-        place |= {"--host": own} if own else {}
-        place |= {"--start_port": str(first_port)} if first_port else {}
-        place |= {f"--{key}": value for key, value in options.passed.items()}
+        launcher_options |= (
+            {"--devices": ",".join(labels)} if labels else {"--nproc_per_node": f"{processes}"}
+        )
+        launcher_options |= {"--host": host} if host else {}
+        launcher_options |= {"--start_port": str(first_port)} if first_port else {}
+        launcher_options |= {f"--{key}": value for key, value in options.passed.items()}
         if not labels:
             variables[CPU_VARIABLE] = "1"
             if "CUDA_VISIBLE_DEVICES" in variables:
                 # Paddle's takes even an empty list for one of one card; the worker hides it.
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(processes)))
     else:
-        place = {}
+        launcher_options = {}
     if options.min_hosts is not None and not 1 <= options.min_hosts <= len(hosts) > 1:
         raise LaunchError(
             f"--ips names {len(hosts)} host{'s' * (len(hosts) != 1)}"
@@ -206,18 +212,20 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
         environment=variables,
         devices=() if options.needs_paddle else tuple(cards),
         first_port=first_port or 0,
-        own_options=place,
+        launcher_options=launcher_options,
         hosts=tuple(hosts),
-        host=own,
+        host=host,
         rendezvous_port=port if len(hosts) > 1 else None,
-        description="; ".join(filter(None, (f"{where}{processes} {plural} on {what}", note))),
+        description="; ".join(
+            filter(None, (f"{host_text}{processes} {plural} on {devices_text}", note))
+        ),
         note=note,
         gpus=tuple(labels) if device == "gpu" else (),
     )
 
 
-def _clean(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the ranks get of fleetrun's own environment."""
+def _clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Copies fleetrun's environment for the ranks, without the variables of the launch."""
     variables = {name: value for name, value in environment.items() if name not in OPTION_VARIABLES}
     variables[LAUNCHER_VARIABLE] = "fleetrun"
     for name in (*_OWN_VARIABLES, *TOKEN_VARIABLES):
@@ -247,15 +255,15 @@ def _check_paddle_and_script(options: Options, machine: Machine) -> None:
             fix="write lists with commas, e.g. --selected_gpus 0,1",
         )
     path = Path(script)
-    own = _OWN.get(path.stem)
-    found = path.is_file() if script.endswith(".py") else shutil.which(script) is not None
-    if not found:
+    command = _COMMAND_OF_SCRIPT.get(path.stem)
+    exists = path.is_file() if script.endswith(".py") else shutil.which(script) is not None
+    if not exists:
         raise LaunchError(
             f"script {script!r} not found (in {Path.cwd()})",
             code="script_not_found",
             # tools/train.py in a folder that is no clone
-            fix=f"write `fleetrun ... ppdist {own} ...` (tools/ exists only in a clone)"
-            if own and (path.parent.name == "tools" or not path.suffix)
+            fix=f"write `fleetrun ... ppdist {command} ...` (tools/ exists only in a clone)"
+            if command and (path.parent.name == "tools" or not path.suffix)
             else "",
         )
     if options.max_restart and options.master:
@@ -267,15 +275,17 @@ def _check_paddle_and_script(options: Options, machine: Machine) -> None:
         )
 
 
-_OWN = {"infer": "predict"} | {name: name for name in ("train", "eval", "predict", "export")}
+_COMMAND_OF_SCRIPT = {"infer": "predict"} | {
+    name: name for name in ("train", "eval", "predict", "export")
+}
 
 
 def cards_of_run(
     options: Options, environment: Mapping[str, str], machine: Machine
 ) -> tuple[list[str], str]:
-    """Cards in the order of local ranks ([]: CPU), and a note."""
+    """Chooses the cards of this host; returns them by local rank ([]: CPU) and a note."""
     wanted = None if options.cards is None else expand_ids(options.cards)
-    name, visible = _visible(options, environment, machine)
+    name, visible = _find_visible(options, environment, machine)
     if visible is None:
         if wanted is None and options.processes is None:
             raise LaunchError(
@@ -287,29 +297,29 @@ def cards_of_run(
         visible = wanted or [str(index) for index in range(options.processes or 0)]
     variable, noun = environment.get(name), "GPU" if options.kind == "gpu" else options.kind
     if wanted is not None and not visible:
-        found = f"this machine has no visible {noun}"
+        problem = f"this machine has no visible {noun}"
         if machine.cards or options.kind != "gpu":
-            found = f"{name}={variable!r} hides all {noun}s of this machine"
+            problem = f"{name}={variable!r} hides all {noun}s of this machine"
         raise LaunchError(
-            f"cards {','.join(wanted)} were requested, but {found}; to train on its CPU, type: "
-            f"{_instead(options, len(wanted), machine)}",
+            f"cards {','.join(wanted)} were requested, but {problem}; to train on its CPU, type: "
+            f"{_cpu_command(options, len(wanted), machine)}",
             code="no_cards",
         )
     if visible and machine.build == "cpu" and options.kind == "gpu":
-        problem = (
+        mismatch = (
             f"this machine has {len(visible)} visible GPU{'s' * (len(visible) > 1)}, but the "
             f"installed paddlepaddle is the CPU build"
         )
         if wanted is not None:
             raise LaunchError(
-                problem,
+                mismatch,
                 code="paddle_without_cards",
                 fix=(
                     "install the paddlepaddle-gpu for your CUDA (see README.md), or train on CPU: "
-                    f"{_instead(options, len(wanted), machine)}"
+                    f"{_cpu_command(options, len(wanted), machine)}"
                 ),
             )
-        return [], f"note: {problem}, so no card is used"
+        return [], f"note: {mismatch}, so no card is used"
     if wanted is not None:
         _refuse_absent(wanted, visible, name, variable)
         if options.processes not in (None, len(wanted)):
@@ -330,12 +340,12 @@ def cards_of_run(
     return visible[: options.processes], ""
 
 
-def _visible(
+def _find_visible(
     options: Options, environment: Mapping[str, str], machine: Machine
 ) -> tuple[str, list[str] | None]:
-    """The variable that hides cards, and the labels it leaves.
+    """Finds the variable that hides cards, and the labels that it leaves visible.
 
-    None: the variable is not set, and only Paddle's plug-in could say.
+    None: the variable is not set, so only Paddle's plug-in could list the cards.
     """
     if options.kind == "gpu":
         name = "CUDA_VISIBLE_DEVICES"
@@ -351,7 +361,10 @@ def _visible(
 def _refuse_absent(
     wanted: Sequence[str], visible: Sequence[str], name: str, variable: str | None
 ) -> None:
-    """Raises: LaunchError: a requested card is not visible."""
+    """Refuses requested cards that are not visible.
+
+    Raises: LaunchError.
+    """
     absent = ", ".join(label for label in wanted if label not in visible)
     if not absent:
         return
@@ -361,41 +374,43 @@ def _refuse_absent(
             code="card_missing",
             fix="choose from these",
         )
-    shown = "those nvidia-smi shows, here " if name == "CUDA_VISIBLE_DEVICES" else ""
+    source = "those nvidia-smi shows, here " if name == "CUDA_VISIBLE_DEVICES" else ""
     raise LaunchError(
-        f"card {absent} is hidden by {name}={variable}: the ids are {shown}{listed_ids(visible)}",
+        f"card {absent} is hidden by {name}={variable}: the ids are {source}{listed_ids(visible)}",
         code="card_hidden",
         fix=f"choose from these, or unset {name}",
     )
 
 
-def _instead(options: Options, count: int, machine: Machine) -> str:
-    """The same command for CPU processes."""
-    kept = ["--ips", options.ips] if options.ips else []
-    command = ["fleetrun", *kept, "--nproc_per_node", str(count), options.shown_script]
+def _cpu_command(options: Options, count: int, machine: Machine) -> str:
+    """Writes the same command for CPU processes."""
+    hosts = ["--ips", options.ips] if options.ips else []
+    command = ["fleetrun", *hosts, "--nproc_per_node", str(count), options.shown_script]
     text = shlex.join([*command, *options.script_arguments])
     if count > machine.cores:
         text += f"   (this machine has {machine.cores} CPU cores: fewer processes may be faster)"
     return text
 
 
-def _with_hosts(
+def _resolve_ips(
     options: Options, variables: dict[str, str], network: Network
 ) -> tuple[list[str], str]:
-    """The hosts and this one; sets how gloo and NCCL find them."""
+    """Resolves the hosts and this one; sets the interface of gloo and NCCL."""
     if options.ips is None:
         check_interfaces(variables, None, network)
         # The name of a lone host need not resolve.  NCCL finds its way on one host by itself.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return ["127.0.0.1"], "127.0.0.1"
     hosts = resolve_hosts(options.ips, network)
-    own = own_address(hosts, options.host, network)
-    _choose_interfaces(own, variables, network)
-    return hosts, own
+    local_address = own_address(hosts, options.host, network)
+    _choose_interfaces(local_address, variables, network)
+    return hosts, local_address
 
 
-def _with_master(options: Options, master: str, variables: dict[str, str], network: Network) -> str:
-    """This host for --master, or ""; otherwise as `_with_hosts`."""
+def _resolve_master(
+    options: Options, master: str, variables: dict[str, str], network: Network
+) -> str:
+    """Finds the address of this host for --master, or ""; otherwise as `_resolve_ips`."""
     if options.ips is not None:
         raise LaunchError(
             "--master and --ips are two ways to bring hosts together",
@@ -411,20 +426,22 @@ def _with_master(options: Options, master: str, variables: dict[str, str], netwo
     port = master.rpartition(":")[2]
     if port.isascii() and port.isdigit():
         refuse_metrics_port(options.metrics_port, range(int(port), int(port) + 1))
-    own = options.host or (address if network.is_local(address) else network.towards(address))
-    if own is not None:
-        _choose_interfaces(own, variables, network)
-    return own or ""
+    local_address = options.host or (
+        address if network.is_local(address) else network.source_address(address)
+    )
+    if local_address is not None:
+        _choose_interfaces(local_address, variables, network)
+    return local_address or ""
 
 
-def _choose_interfaces(own: str, variables: dict[str, str], network: Network) -> None:
-    check_interfaces(variables, own, network)
-    for name, value in socket_variables(own, network).items():
+def _choose_interfaces(local_address: str, variables: dict[str, str], network: Network) -> None:
+    check_interfaces(variables, local_address, network)
+    for name, value in socket_variables(local_address, network).items():
         variables.setdefault(name, value)
 
 
 def metrics_endpoint(options: Options, machine: Machine) -> tuple[str, int] | None:
-    """Address and port of --metrics_port; None without it.
+    """Returns the address and port of --metrics_port; None without the option.
 
     Raises: LaunchError: as `make_plan`, where the address is to be that of this host in --ips.
     """

@@ -31,12 +31,12 @@ from ppdist.common.job import EXIT_DIR_VARIABLE
 from ppdist.common.process import boot_seconds
 from ppdist.common.signals import hold_signals, release_signals
 
-BACKUP_VARIABLE = "PADDLE_BACKUP_ENV_PATH"  # Paddle's: a file of what is too long for one
+BACKUP_VARIABLE = "PADDLE_BACKUP_ENV_PATH"  # Paddle's: a file with values too long for variables
 CPU_VARIABLE = "PPDIST_CPU"  # set for ranks that shall see no card
-# For a clean checkpoint.  Paddle's launcher, where it started this process, kills it after 30, and
-# then no process would be left to end the script's children.
+# Time for a clean checkpoint.  Paddle's launcher, where it started this process, kills it after
+# 30 s, and then no process would be left to end the script's children.
 GRACE_SECONDS = 28
-_RECORD_BYTES = 200  # of a report: more than numbers and a time can take
+_RECORD_BYTES = 200  # size of a report: more than its numbers can take
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,14 @@ class Report:
     rank: int
     local: int  # its number on this host
     pid: int  # of the worker
-    code: int | None  # with which the script ended; None: it runs
+    code: int | None  # exit code of the script; None: it runs
     time: float  # of this report, by `boot_seconds`
     child: int = 0  # the process of the script; 0: there is none yet, or no more
     seconds: float | None = None  # of the script; None: still running, or its end was missed
 
 
 def main() -> int:
+    """Runs the script of this rank, and reports how it ended; returns its exit code."""
     folder = Path(os.environ[EXIT_DIR_VARIABLE])
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     rank, local = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_LOCAL_RANK"])
@@ -97,9 +98,9 @@ def main() -> int:
     begin_report(folder, rank, local, child.pid)
     code = child.wait()
     end_report(folder, rank, local, code, time.monotonic() - began)
-    for left in started_by(folder, rank):  # whatever group or session it made for itself
+    for pid in started_by(folder, rank):  # whatever group or session it made for itself
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(left, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
     return code if code >= 0 else 128 - code
 
 
@@ -114,25 +115,25 @@ def forget_environment(folder: Path) -> None:
 
 
 def started_by(folder: Path, rank: int | None = None) -> list[int]:
-    """Processes of an attempt (of one rank), found by their environment.
+    """Lists the processes of an attempt (of one rank), found by their environment.
 
     Zombies have none, nor has anything where there is no /proc.
     """
     of_attempt = os.fsencode(f"{EXIT_DIR_VARIABLE}={folder}")
     of_rank = None if rank is None else f"PADDLE_TRAINER_ID={rank}".encode()
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
+    pids = []
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            variables = (place / "environ").read_bytes().split(b"\0")
+            variables = (process / "environ").read_bytes().split(b"\0")
         except OSError:  # it ended, or is another user's
             continue
         if (
             of_attempt in variables
             and (of_rank is None or of_rank in variables)
-            and int(place.name) != os.getpid()
+            and int(process.name) != os.getpid()
         ):
-            found.append(int(place.name))
-    return found
+            pids.append(int(process.name))
+    return pids
 
 
 def begin_report(folder: Path, rank: int, local: int, child: int = 0) -> None:
@@ -165,30 +166,30 @@ def _record(
 
 
 def reports(folder: Path) -> list[Report]:
-    """The last report of each rank that has begun."""
-    found = {}
+    """Reads the last report of each rank that has begun."""
+    latest = {}
     for path in folder.glob("exit-*.json"):
         with contextlib.suppress(OSError):
             for line in path.read_bytes().splitlines():
                 with contextlib.suppress(ValueError):  # no end yet, or just being written
                     report = Report(**json.loads(line))
-                    found[report.rank] = report
-    return [found[rank] for rank in sorted(found)]
+                    latest[report.rank] = report
+    return [latest[rank] for rank in sorted(latest)]
 
 
 def streams(
     folder: Path, local: int, log_dir: Path, job: dict[str, Any]
 ) -> tuple[BinaryIO | int, BinaryIO | int]:
-    """stdout and stderr of the script: the terminal or its log."""
+    """Returns stdout and stderr for the script: fleetrun's terminal, or the log."""
     log = cast(BinaryIO, open_own(log_dir / f"workerlog.{local}", "ab"))
-    again = f"restart {job['restart']}: " if job["restart"] else ""
-    log.write(f"--- {time.strftime('%F %T')}: {again}{' '.join(job['command'])}\n".encode())
+    prefix = f"restart {job['restart']}: " if job["restart"] else ""
+    log.write(f"--- {time.strftime('%F %T')}: {prefix}{' '.join(job['command'])}\n".encode())
     log.flush()
     if local == 0:
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                line.connect(str(folder / "terminal"))
-                _, descriptors, _, _ = socket.recv_fds(line, 1, 2)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.connect(str(folder / "terminal"))
+                _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
         except OSError as error:
             log.write(f"fleetrun's terminal cannot be reached ({error}); writing here\n".encode())
         else:
@@ -201,7 +202,7 @@ def streams(
 
 
 def environment(log_dir: str) -> dict[str, str]:
-    """The environment of the script."""
+    """Returns the environment of the script."""
     variables = dict(os.environ)
     variables["PADDLE_LOG_DIR"] = log_dir
     variables.pop(BACKUP_VARIABLE, None)  # what forget_environment has removed

@@ -27,7 +27,7 @@ class FakeNetwork(Network):
     def interfaces(self) -> dict[str, str]:
         return self.addresses | {"sit0": ""}
 
-    def towards(self, address: str) -> str | None:
+    def source_address(self, address: str) -> str | None:
         return self.addresses["eth1"]
 
 

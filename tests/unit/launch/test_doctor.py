@@ -49,9 +49,9 @@ def test_the_fleetrun_on_path_is_told_apart(
 
 def test_the_run_is_told_as_fleetrun_plans_it() -> None:
     found = {each.subject: each for each in doctor.check_plan(planned(f"--ips={A},{B}", machine()))}
-    assert found["run"].found.startswith("host 1 of 2")
-    assert found["interface"].found == "GLOO_SOCKET_IFNAME=eth1; NCCL_SOCKET_IFNAME==eth1"
-    assert found["ports"].found.startswith("6070 and up")
+    assert found["run"].observation.startswith("host 1 of 2")
+    assert found["interface"].observation == "GLOO_SOCKET_IFNAME=eth1; NCCL_SOCKET_IFNAME==eth1"
+    assert found["ports"].observation.startswith("6070 and up")
     found = {
         each.subject: each
         for each in doctor.check_plan(
@@ -59,7 +59,7 @@ def test_the_run_is_told_as_fleetrun_plans_it() -> None:
         )
     }
     assert found["interface"].level == WARN
-    assert found["ports"].found.endswith("port 6070 of 127.0.0.2")
+    assert found["ports"].observation.endswith("port 6070 of 127.0.0.2")
     (run, ports) = doctor.check_plan(planned("", machine(cards=2, build="cpu")))
     assert run.level == WARN and ports.level == OK
 
@@ -86,7 +86,7 @@ def test_only_the_cards_of_the_run_are_asked_to_compute(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(doctor, "output_of", output_of)
     finding = doctor.check_software("gpu", ["4", "5"])[1]
-    assert finding.found.startswith("3.3.1, CUDA 12.6") and "2 cards" in finding.found
+    assert finding.observation.startswith("3.3.1, CUDA 12.6") and "2 cards" in finding.observation
     assert given["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
@@ -121,7 +121,7 @@ def test_a_store_that_is_away_fails_one_row() -> None:
         raise unavailable("no answer within 20 s", "s3://bucket/val.json")
 
     finding = doctor.attempt("data.val", read)
-    assert finding.level == FAIL and "s3://bucket/val.json: no answer" in finding.found
+    assert finding.level == FAIL and "s3://bucket/val.json: no answer" in finding.observation
 
 
 @pytest.mark.parametrize(

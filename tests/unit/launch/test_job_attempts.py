@@ -23,7 +23,7 @@ from tests.errors import raises
 from tests.unit.launch.machines import machine
 
 A, B = "10.9.0.1", "10.9.0.2"
-FAILED = Outcome(1, "rank 1 failed first", told="rank 1 failed first")
+FAILED = Outcome(1, "rank 1 failed first", remote_message="rank 1 failed first")
 
 
 @pytest.fixture(autouse=True)

@@ -96,7 +96,9 @@ def killed_when_asked(must_stop: bool) -> Outcome | None:
     """A rank that hangs in a collective until it is killed."""
     said = "rank 0 failed first: it was killed by SIGTERM"
     return (
-        Outcome(1, said, told=said, is_consequence=True, time=boot_seconds()) if must_stop else None
+        Outcome(1, said, remote_message=said, is_consequence=True, time=boot_seconds())
+        if must_stop
+        else None
     )
 
 
@@ -110,7 +112,9 @@ def test_all_hosts_wait_for_all() -> None:
 
 @pytest.mark.parametrize("culprit", [A, B, C])
 def test_one_host_failure_stops_and_is_named_on_all(culprit: str) -> None:
-    failed = Outcome(1, "rank 3 failed first: boom; above", told="rank 3 failed first: boom")
+    failed = Outcome(
+        1, "rank 3 failed first: boom; above", remote_message="rank 3 failed first: boom"
+    )
     ends = {host: killed_when_asked for host in (A, B, C)}
     ends[culprit] = lambda stop: failed
     hosts, said = ran(ends)
@@ -119,14 +123,14 @@ def test_one_host_failure_stops_and_is_named_on_all(culprit: str) -> None:
         if own == culprit:
             assert host.outcome.message == failed.message
         else:
-            assert host.outcome.message == f"host {culprit}: {failed.told}"
+            assert host.outcome.message == f"host {culprit}: {failed.remote_message}"
             assert [line.startswith(host.outcome.message) for line in said[own]] == [True]
 
 
 def test_the_cause_wins_over_an_earlier_report() -> None:
     now = boot_seconds()
-    lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=now)
-    cause = Outcome(1, "rank 1: SIGSEGV", told="rank 1: SIGSEGV", time=now - 0.1)
+    lost = Outcome(1, GLOO, remote_message=GLOO, is_consequence=True, time=now)
+    cause = Outcome(1, "rank 1: SIGSEGV", remote_message="rank 1: SIGSEGV", time=now - 0.1)
     late = time.monotonic() + 0.4
     hosts, _ = ran(
         {A: lambda stop: lost, B: lambda stop: cause if time.monotonic() > late else None}
@@ -136,21 +140,21 @@ def test_the_cause_wins_over_an_earlier_report() -> None:
 
 
 def test_wrong_input_on_one_host_is_exit_2_on_all() -> None:
-    wrong = Outcome(2, "error: a.json: no images", told="error: a.json: no images")
+    wrong = Outcome(2, "error: a.json: no images", remote_message="error: a.json: no images")
     hosts, _ = ran({A: killed_when_asked, B: lambda stop: wrong})
-    assert hosts[A].outcome == Outcome(2, f"host {B}: {wrong.told}")
+    assert hosts[A].outcome == Outcome(2, f"host {B}: {wrong.remote_message}")
     assert hosts[B].outcome == wrong
 
 
 def test_the_same_wrong_input_is_said_by_each_host() -> None:
-    wrong = Outcome(2, "error: unknown key", told="error: unknown key")
+    wrong = Outcome(2, "error: unknown key", remote_message="error: unknown key")
     hosts, _ = ran({A: lambda stop: wrong, B: lambda stop: wrong})
     assert [host.outcome for host in hosts.values()] == [wrong, wrong]
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_others_hear_whether_a_host_knows_the_cause(known: bool) -> None:
-    failed = Outcome(1, "x", told="x", is_consequence=not known)
+    failed = Outcome(1, "x", remote_message="x", is_consequence=not known)
     made, _ = channels([A, B, C])
     made[B].tell_failure(failed)
     deadline = time.monotonic() + 10
@@ -224,7 +228,7 @@ def test_host_without_fleetrun_ends_others_by_name(gone: str) -> None:
 def test_a_silent_host_is_lost_though_gloo_failed_first(silent: str) -> None:
     made, _ = channels([A, B], silence=0.6)
     other = B if silent == A else A
-    lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=boot_seconds())
+    lost = Outcome(1, GLOO, remote_message=GLOO, is_consequence=True, time=boot_seconds())
     hosts = {other: Host(other, made[other], lambda stop: lost)}
     join(hosts)
     assert hosts[other].outcome is not None
@@ -232,7 +236,7 @@ def test_a_silent_host_is_lost_though_gloo_failed_first(silent: str) -> None:
 
 
 def test_hosts_that_lost_each_other_name_no_culprit() -> None:
-    lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=boot_seconds())
+    lost = Outcome(1, GLOO, remote_message=GLOO, is_consequence=True, time=boot_seconds())
     hosts, _ = ran({A: lambda stop: lost, B: lambda stop: lost})
     for host in hosts.values():
         assert host.outcome is not None and host.outcome.code == 1
@@ -274,7 +278,9 @@ def test_nonsense_on_the_line_counts_as_a_lost_host(nonsense: dict | bytes) -> N
 def test_a_host_taken_in_just_now_that_fails_before_a_step_ends_alone(code: int) -> None:
     hub = Taking(C)
     made, said = channels((A, B, C), hub=hub)
-    wrong = Outcome(code, "error: images differ", told="error: images differ", made_step=False)
+    wrong = Outcome(
+        code, "error: images differ", remote_message="error: images differ", made_step=False
+    )
 
     def ends_of(own: str):
         end = replace(wrong, is_consequence=own != C)

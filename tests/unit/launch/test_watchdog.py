@@ -21,7 +21,7 @@ from ppdist.common.errors import Failure
 from ppdist.common.process import boot_seconds
 from ppdist.distributed import heartbeat
 from ppdist.launch import worker
-from ppdist.launch.outcome import Attempt, found_hang, judge
+from ppdist.launch.outcome import Attempt, judge, read_hang
 from ppdist.launch.watchdog import Watch
 from tests.unit.launch.beats import write_beat
 from tests.unit.launch.hosts import hosts_of_a_test, wait_for, write
@@ -104,7 +104,7 @@ class Ranks:
 
     @property
     def found(self) -> str:
-        stall = found_hang(self.folder)
+        stall = read_hang(self.folder)
         return stall.message if stall else ""
 
     def alive(self) -> list[int]:
@@ -136,7 +136,7 @@ def test_a_stopped_rank_is_named_and_stacks_are_kept(host) -> None:
     ranks.stop(1)
     assert ranks.wait(57) == "" and ranks.alive() == [0, 1, 2]
     found = ranks.wait(14)
-    stall = found_hang(ranks.folder)
+    stall = read_hang(ranks.folder)
     assert stall is not None and stall.step == 6  # whatever a rank that was woken up does next
     pid = ranks.processes[1].pid
     assert re.search(rf"^rank 1 \(host \S+, pid {pid}\).* 6\d s: stopped ", found)

@@ -92,7 +92,9 @@ def test_a_lost_peer_is_told_here_unless_the_rank_has_told_it(
 ) -> None:
     """Of a job that goes on without lost hosts fleetrun says which host it was."""
     outcome = ended(tmp_path, (1, 1.0, 1, GLOO), printed=printed)
-    assert (GLOO.message in outcome.message) == (not printed) and GLOO.message in outcome.told
+    assert (GLOO.message in outcome.message) == (
+        not printed
+    ) and GLOO.message in outcome.remote_message
 
 
 def test_without_any_rank_the_launcher_speaks(tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_an_end_that_is_just_being_written_is_none_yet(tmp_path: Path) -> None:
 def test_other_hosts_get_what_only_this_terminal_shows(tmp_path: Path) -> None:
     outcome = ended(tmp_path, (1, 5.0, 1, crash("Traceback: boom")), (TERM, 6.0))
     assert "boom" not in outcome.message and "its output is above" in outcome.message
-    assert outcome.told.endswith("its output is on the terminal there\nTraceback: boom")
+    assert outcome.remote_message.endswith("its output is on the terminal there\nTraceback: boom")
     assert (outcome.is_consequence, outcome.time) == (False, 5.0)
     assert ended(tmp_path, (1, 1.0, 1, GLOO), (TERM, 2.0)).is_consequence
 
