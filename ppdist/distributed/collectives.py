@@ -1,7 +1,8 @@
 """Collectives of tensors and arrays over all ranks, and fleet's, within backward.
 
-They go through memory in a host and through gloo's sockets, or the accelerator's library, between
-hosts.  Every rank calls each with tensors of the same shapes, in the same order.
+Within a host they go through shared memory, between hosts through gloo's sockets or the
+accelerator's library.  Every rank makes the same calls in the same order, with tensors of the same
+shapes.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from ppdist.distributed.ranks import world_size
 
 @dataclass
 class Routes:
-    """What messages go through; `comm.init` sets it.
+    """The routes of messages between ranks; `comm.init` sets them.
 
     Attributes:
         memory: a `SharedMemoryAllReduce`, on CPUs where a host has several ranks.
@@ -47,34 +48,34 @@ def all_reduce_sum(tensor: paddle.Tensor) -> paddle.Tensor:
 
 
 def read(*tensors: paddle.Tensor) -> list[float]:
-    """Copies the sums of a step to the host, one after another; it waits here for the device.
+    """Copies the sums of a step to the host, one after another; waits for the device.
 
-    So it waits for the other ranks, too: on an accelerator a collective is only queued, and it is
-    here that an early rank waits for the late ones, and that a hung rank is noticed.
+    On an accelerator a collective is only queued, so it is here that an early rank waits for the
+    late ones, and that a hung rank is noticed.
     """
     values = paddle.concat(tensors) if len(tensors) > 1 else tensors[0]
-    meets = world_size() > 1
-    with heartbeat.Waiting("the sums of a step") if meets else contextlib.nullcontext():
+    has_peers = world_size() > 1
+    with heartbeat.Waiting("the sums of a step") if has_peers else contextlib.nullcontext():
         return [float(value) for value in values.numpy()]
 
 
 def _sum_in_memory(tensors: Sequence[paddle.Tensor], factor: float = 1.0) -> bool:
-    """Sums through memory in hosts, through sockets between them.
+    """Sums tensors in place: through shared memory in hosts, through sockets between them.
 
-    Returns: False: there is no such memory, or it is not for these; they are as they were.
+    Returns: False: there is no such memory, or it does not sum this type; nothing has changed then.
     """
     if routes.memory is None or (tensors and tensors[0].dtype != paddle.float32):
         return False
 
-    def across(part_F: np.ndarray) -> None:
+    def sum_across_hosts(part_F: np.ndarray) -> None:
         tensor = paddle.to_tensor(part_F)
         pd.all_reduce(tensor, op=pd.ReduceOp.SUM, group=routes.leaders)
         part_F[:] = tensor.numpy()
 
-    dense = [each if each.is_contiguous() else each.contiguous() for each in tensors]
-    places = [(each.data_ptr(), math.prod(each.shape)) for each in dense]  # .size takes 3 us
-    with heartbeat.Waiting(f"sum of {sum(count for _, count in places)} values"):
-        routes.memory.sum(places, None if routes.leaders is None else across, factor)
+    dense = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+    blocks = [(tensor.data_ptr(), math.prod(tensor.shape)) for tensor in dense]  # .size takes 3 us
+    with heartbeat.Waiting(f"sum of {sum(count for _, count in blocks)} values"):
+        routes.memory.sum(blocks, None if routes.leaders is None else sum_across_hosts, factor)
     for tensor, summed in zip(tensors, dense):
         if summed is not tensor:
             paddle.assign(summed, tensor)
@@ -87,7 +88,7 @@ def sum_tensors(tensors: Sequence[paddle.Tensor]) -> None:
     Every rank gives tensors of the same shapes in the same order; they travel in few messages.
     """
     if world_size() > 1 and not _sum_in_memory(tensors):
-        _in_messages(tensors, all_reduce_sum)
+        _apply_in_messages(tensors, all_reduce_sum)
 
 
 def mean_tensors(tensors: Sequence[paddle.Tensor]) -> None:
@@ -106,29 +107,33 @@ def broadcast_tensors(tensors: Sequence[paddle.Tensor], source: int) -> None:
     """
     if world_size() > 1:
         with heartbeat.Waiting(f"broadcast from rank {source}"):
-            _in_messages(tensors, lambda flat: pd.broadcast(flat, src=source))
+            _apply_in_messages(tensors, lambda flat: pd.broadcast(flat, src=source))
 
 
-def _in_messages(tensors: Sequence[paddle.Tensor], work: Callable[[paddle.Tensor], Any]) -> None:
+def _apply_in_messages(
+    tensors: Sequence[paddle.Tensor], work: Callable[[paddle.Tensor], Any]
+) -> None:
     """Applies `work` to several tensors in few messages, in place."""
     for bucket in buckets(tensors, routes.bucket_mb << 20):
         flat = paddle.concat([tensor.flatten() for tensor in bucket])
         work(flat)
-        for tensor, part in zip(bucket, paddle.split(flat, [each.size for each in bucket])):
+        sizes = [tensor.size for tensor in bucket]
+        for tensor, part in zip(bucket, paddle.split(flat, sizes)):
             paddle.assign(part.reshape(tensor.shape), tensor)
 
 
 def buckets(tensors: Sequence[paddle.Tensor], size: int) -> Iterator[list[paddle.Tensor]]:
-    """Runs of tensors of at most `size` bytes each."""
+    """Splits tensors, in order, into runs of at most `size` bytes each."""
     message: list[paddle.Tensor] = []
-    held = 0
+    held_bytes = 0
     for tensor in tensors:
-        needed = tensor.element_size() * tensor.size  # asked for once: it takes 20 microseconds
-        if message and held + needed > size:
+        # Kept, as the query takes 20 microseconds.
+        needed_bytes = tensor.element_size() * tensor.size
+        if message and held_bytes + needed_bytes > size:
             yield message
-            message, held = [], 0
+            message, held_bytes = [], 0
         message.append(tensor)
-        held += needed
+        held_bytes += needed_bytes
     if message:
         yield message
 
@@ -138,9 +143,9 @@ def all_gather(tensor: paddle.Tensor) -> paddle.Tensor:
     if world_size() == 1:
         return tensor.unsqueeze(0)
     tensor = tensor.contiguous()
-    short = routes.memory is not None and 4 * tensor.size <= routes.memory.message_bytes
-    alone = routes.leaders is None and tensor.dtype == paddle.float32
-    if routes.memory is not None and short and alone:
+    is_short = routes.memory is not None and 4 * tensor.size <= routes.memory.message_bytes
+    fits_memory = routes.leaders is None and tensor.dtype == paddle.float32
+    if routes.memory is not None and is_short and fits_memory:
         stacked = paddle.empty([world_size(), *tensor.shape])
         with heartbeat.Waiting(f"gather of {tensor.size} values"):
             routes.memory.gather((tensor.data_ptr(), tensor.size), stacked.data_ptr())
@@ -152,7 +157,7 @@ def all_gather(tensor: paddle.Tensor) -> paddle.Tensor:
 
 
 def wrap(model: nn.Layer) -> nn.Layer:
-    """fleet's model, whose backward averages gradients over ranks.  Collective.
+    """Wraps a model so that backward averages its gradients over ranks.  Collective.
 
     Parameters of rank 0 are sent to all.  On one process it is the model itself:
     `fleet.distributed_model` raises there in Paddle 3.3.1.
@@ -161,7 +166,7 @@ def wrap(model: nn.Layer) -> nn.Layer:
 
 
 def wrap_optimizer(optimizer: paddle.optimizer.Optimizer) -> Any:
-    """fleet's optimizer, for `unscale_` and `step` of a GradScaler.
+    """Wraps an optimizer in fleet's, for `unscale_` and `step` of a GradScaler.
 
     Under data parallelism it changes nothing.  GradScaler knows an optimizer by its identity, so
     both calls take this one; state and rates are the inner one's.
@@ -170,5 +175,5 @@ def wrap_optimizer(optimizer: paddle.optimizer.Optimizer) -> Any:
 
 
 def local_gradients(model: nn.Layer) -> contextlib.AbstractContextManager[None]:
-    """Inside, backward adds to this rank's gradients, without communication."""
+    """Keeps backward, inside the block, from communicating: this rank's gradients add up."""
     return model.no_sync() if world_size() > 1 else contextlib.nullcontext()

@@ -7,9 +7,9 @@ Ranks communicate in two ways, and every rank must reach both:
 * barriers at the TCP store (`barrier`, `run_on_main`, `run_on_all_ranks`): slow (tens of ms), for
   the places where ranks may be minutes apart: evaluation, checkpoints, start-up.
 
-Work that may fail on one rank runs so that all of them hear of it.  On one process every function
-is the identity or a plain call, so callers never check.  Also here: how glibc keeps the memory of
-tensors on the CPU.
+Work that may fail on one rank runs so that all ranks learn of the failure.  On one process every
+function is the identity or a plain call, so callers never check.  Also here: how glibc keeps the
+memory of tensors on the CPU.
 """
 
 import contextlib
@@ -70,14 +70,14 @@ from ppdist.distributed.store import run_on_main as run_on_main
 from ppdist.distributed.store import storage_seconds as storage_seconds
 from ppdist.distributed.store import was_restarted as was_restarted
 
-_GLOO_SECONDS = 30.0  # after which it gives up, whatever is configured
+_GLOO_SECONDS = 30.0  # after which gloo gives up, whatever is configured
 _hang_seconds = math.inf
 
 
-def init(wanted: str, config: DistributedConfig) -> None:
+def init(requested: str, config: DistributedConfig) -> None:
     """Chooses the device and joins the other ranks, before any tensor.  Collective.
 
-    Args: wanted: see `device.choose`.
+    Args: requested: see `device.choose`.
     Raises: ConfigError: the device cannot be used, or ranks would join in different ways.
         LaunchError: hosts do not reach one another, or see `require_own_ranks`.
     """
@@ -90,7 +90,7 @@ def init(wanted: str, config: DistributedConfig) -> None:
         # Paddle has put a handler of its own below Python's, which prints a page about a
         # "FatalError", and Python's does not run while Paddle waits for other ranks.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    kind = run_on_all_ranks(lambda: device.choose(wanted))
+    kind = run_on_all_ranks(lambda: device.choose(requested))
     if world_size() > 1:
         settings = {f"distributed.{key}": f"{value}" for key, value in config.model_dump().items()}
         require_agreement({"start": {"device": kind} | settings})
@@ -110,9 +110,9 @@ def require_own_ranks(environment: Mapping[str, str]) -> None:
     Each would train alone, or wait for ranks that never come.  A cluster that sets WORLD_SIZE for a
     machine sets no LOCAL_RANK: one process there is one rank.
 
-    Raises: LaunchError: it is one.
+    Raises: LaunchError: this process is such a copy.
     """
-    _refuse_variables_of_a_cluster(environment)
+    _refuse_cluster_variables(environment)
     if "PADDLE_TRAINERS_NUM" in environment:
         return
     for size, (launcher, rank_variables, on_host) in _FOREIGN_LAUNCHERS.items():
@@ -149,13 +149,13 @@ _FOREIGN_LAUNCHERS = dict(
         strict=True,
     )
 )
-_OF_A_CLUSTER = (
+_CLUSTER_VARIABLES = (
     *("PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS"),
     *("PADDLE_CURRENT_ENDPOINT", "PADDLE_NNODES", "PADDLE_MASTER"),
 )
 
 
-def _refuse_variables_of_a_cluster(environment: Mapping[str, str]) -> None:
+def _refuse_cluster_variables(environment: Mapping[str, str]) -> None:
     """Refuses variables that a cluster sets for Paddle's launcher where no launcher has run.
 
     Every launcher, and paddle.distributed.spawn, also sets variables that say where the ranks meet
@@ -168,8 +168,8 @@ def _refuse_variables_of_a_cluster(environment: Mapping[str, str]) -> None:
         for name in ("PADDLE_TRAINERS_NUM", "PADDLE_NNODES")
     )
     if "PADDLE_TRAINERS_NUM" in environment:
-        of_launchers = {"PADDLE_MASTER", "PADDLE_RANK_IN_NODE", "PADDLE_DISTRI_BACKEND"}
-        is_launched = bool(of_launchers & environment.keys())
+        launcher_variables = {"PADDLE_MASTER", "PADDLE_RANK_IN_NODE", "PADDLE_DISTRI_BACKEND"}
+        is_launched = bool(launcher_variables & environment.keys())
         if (
             is_launched
             or ranks < 2
@@ -178,9 +178,9 @@ def _refuse_variables_of_a_cluster(environment: Mapping[str, str]) -> None:
             return
     elif hosts < 2:
         return
-    variables = [name for name in _OF_A_CLUSTER if name in environment]
+    variables = [name for name in _CLUSTER_VARIABLES if name in environment]
     endpoints = environment.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
-    ips = [*dict.fromkeys(item.rpartition(":")[0] or "HOST1,HOST2" for item in endpoints)]
+    ips = [*dict.fromkeys(endpoint.rpartition(":")[0] or "HOST1,HOST2" for endpoint in endpoints)]
     if len(ips) == 1 and len(endpoints) > 1:
         launch = f"`fleetrun --nproc_per_node {ranks} ppdist ...`"
     else:
@@ -196,19 +196,19 @@ def _refuse_variables_of_a_cluster(environment: Mapping[str, str]) -> None:
 
 
 def step_storage_seconds() -> float:
-    """How long a rank waits for storage during training.
+    """Returns how long a rank waits for unreachable storage during training, in seconds.
 
-    Within a host they bear it as long as at a barrier.  Between hosts gloo gives up, and elsewhere
-    a fleetrun whose ranks all wait for those of other hosts does (launch/watchdog.py).
+    Within a host the other ranks wait as long as at a barrier.  Between hosts gloo gives up
+    earlier, or a fleetrun whose ranks all wait for other hosts does (launch/watchdog.py).
     """
     if world_size() == local_size():
         return storage_seconds()
-    borne = 2 * _hang_seconds if device.on_accelerator() else _GLOO_SECONDS
-    return min(storage_seconds(), borne / 2)
+    peer_seconds = 2 * _hang_seconds if device.on_accelerator() else _GLOO_SECONDS
+    return min(storage_seconds(), peer_seconds / 2)
 
 
 def _join() -> None:
-    """Joins fleet, without the pages that Paddle prints."""
+    """Joins fleet, without the pages of text that Paddle prints."""
     paddle_api.quiet_fleet()
     strategy = fleet.DistributedStrategy()
     strategy.find_unused_parameters = False  # every loss stays connected to every head
@@ -220,25 +220,25 @@ def _join() -> None:
 
 @contextlib.contextmanager
 def _one_communicator() -> Iterator[None]:
-    """Inside, fleet takes the default group for the group of all ranks.
+    """Makes fleet, inside the block, use the default group as the group of all ranks.
 
     It makes a group for every kind of parallelism there is, and in plain data parallelism one of
     them holds all ranks once more.  Over gloo its members read the addresses of the first (16 of 40
     starts of three and four ranks ended in a refused connection), and of two NCCL communicators in
     flight from two streams each may wait for the other.
     """
-    usual = pd.new_group
+    original = pd.new_group
 
     def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         if ranks is None or len(ranks) == world_size():
             return paddle_api.default_group()
-        return usual(ranks, *args, **kwargs)
+        return original(ranks, *args, **kwargs)
 
     pd.new_group = new_group
     try:
         yield
     finally:
-        pd.new_group = usual
+        pd.new_group = original
 
 
 def _share_memory(config: DistributedConfig) -> None:
@@ -285,10 +285,10 @@ T = TypeVar("T")
 
 @dataclass
 class OnAllRanks(Generic[T]):
-    """Of a piece of work that all ranks have done."""
+    """The result of a piece of work that all ranks have done."""
 
     value: T  # what it returned on this rank
-    said_W: list[Any]  # what each rank said of its own
+    said_W: list[Any]  # what each rank reported of its own value
 
 
 class EvaluationFailed(CodedError, RuntimeError):
@@ -301,34 +301,37 @@ class EvaluationFailed(CodedError, RuntimeError):
 
 
 def evaluate_on_all_ranks(
-    work: Callable[[], T], say: Callable[[T], Any] = lambda value: None
+    work: Callable[[], T], summarize: Callable[[T], Any] = lambda value: None
 ) -> OnAllRanks[T]:
-    """What `work` returned on this rank, if it did on all.  Collective.
+    """Runs `work` on all ranks; returns its result on this one if none failed.  Collective.
 
-    Args: say: what the other ranks shall know of what it returned; it must survive JSON.
+    Args: summarize: makes from the result what the other ranks shall know; it must survive JSON.
     Raises: EvaluationFailed, on every rank: it raised on some, not only by users' mistakes.
-        UserError, on every rank: by users' mistakes alone.  StorageError, on every rank: what it
-        needs on some has stayed away, so whatever comes next would lack it, too.
+        UserError, on every rank: by users' mistakes alone.  StorageError, on every rank: storage
+        stayed unreachable on some, so whatever comes next would lack it as well.
     """
-    value, failure, mine, told = None, None, None, None
+    value, failure, report, summary = None, None, None, None
     try:
         value = work()
-        told = say(value)
+        summary = summarize(value)
     except Exception as error:
         failure = error
         text = f"rank {rank()} (host {host()}): {type(error).__name__}: {error}"
-        heard = failure_of(error).of_rank(rank(), host())
-        mine = [isinstance(error, UserError), text, asdict(heard)]
-    said_W = all_gather_object([mine, told])
-    failed = [failure for failure, _ in said_W if failure]
+        failure_for_peers = failure_of(error).of_rank(rank(), host())
+        report = [isinstance(error, UserError), text, asdict(failure_for_peers)]
+    said_W = all_gather_object([report, summary])
+    failed = [rank_report for rank_report, _ in said_W if rank_report]
     if not failed:
-        return OnAllRanks(cast(T, value), [told for _, told in said_W])
-    away = [heard for _, _, heard in failed if heard["kind"] == StorageError.kind]
-    if away:
-        raise failure if isinstance(failure, StorageError) else Failure(**away[0]).error()
+        return OnAllRanks(cast(T, value), [rank_summary for _, rank_summary in said_W])
+    storage_failures = [fields for _, _, fields in failed if fields["kind"] == StorageError.kind]
+    if storage_failures:
+        if isinstance(failure, StorageError):
+            raise failure
+        raise Failure(**storage_failures[0]).error()
     first = Failure(**failed[0][2])
     if all(is_users for is_users, _, _ in failed):
         raise failure or first.error()
-    ended = EvaluationFailed("; ".join(text for _, text, _ in failed), code="evaluation_failed")
-    ended.from_rank = None if failure else first.from_rank
-    raise ended from failure
+    message = "; ".join(text for _, text, _ in failed)
+    evaluation_error = EvaluationFailed(message, code="evaluation_failed")
+    evaluation_error.from_rank = None if failure else first.from_rank
+    raise evaluation_error from failure

@@ -1,4 +1,4 @@
-"""Where a rank's tensors live: the CPU, or any accelerator.
+"""The device of a rank's tensors: the CPU, or any accelerator.
 
 A kind is Paddle's own word for it: `cpu`, `gpu` (CUDA or ROCm), `xpu`, or the name of a plug-in's
 device (`npu`, `mlu`, ...).  Nothing above this folder asks for a kind by name.
@@ -21,62 +21,64 @@ _NVIDIA_BUILDS = "https://www.paddlepaddle.org.cn/packages/stable/cu129/"
 
 
 def accelerators() -> list[str]:
-    """Kinds of accelerators that Paddle can use here."""
-    found = []
+    """Lists the kinds of accelerators that Paddle can use here."""
+    kinds = []
     if paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0:
-        found.append("gpu")
+        kinds.append("gpu")
     if paddle.device.is_compiled_with_xpu() and paddle.device.xpu.device_count() > 0:
-        found.append("xpu")
-    named = [each.partition(":")[0] for each in paddle.device.get_available_custom_device()]
-    return found + list(dict.fromkeys(named))
+        kinds.append("xpu")
+    plugin_kinds = [
+        device_name.partition(":")[0] for device_name in paddle.device.get_available_custom_device()
+    ]
+    return kinds + list(dict.fromkeys(plugin_kinds))
 
 
 def card_count() -> int:
-    """Cards of this rank's kind; 0 on the CPU."""
+    """Returns the number of cards of this rank's kind; 0 on the CPU."""
     return paddle.device.device_count() if on_accelerator() else 0
 
 
 def kind() -> str:
-    """Of this rank's device."""
+    """Returns the kind of this rank's device."""
     return paddle.device.get_device().partition(":")[0]
 
 
 def on_accelerator() -> bool:
-    """True when tensors live anywhere but in the memory of the host."""
+    """Returns True if tensors live elsewhere than in the memory of the host."""
     return kind() != CPU
 
 
-def choose(wanted: str) -> str:
+def choose(requested: str) -> str:
     """Sets the device of this rank's tensors; returns its kind.
 
-    Args: wanted: a kind, or `auto`: the first accelerator there is, unless the launcher has
+    Args: requested: a kind, or `auto`: the first usable accelerator, unless the launcher has
         started processes for CPUs.
-    Raises: ConfigError: a kind that this Paddle cannot use, or the launcher has started processes
-        for CPUs; or a card that computes nonsense.
+    Raises: ConfigError: this Paddle cannot use the kind, the launcher has started processes for
+        CPUs, or the card computes nonsense.
     """
-    there = accelerators()
+    usable = accelerators()
     for_cpus = world_size() > 1 and os.environ.get(BACKEND) == "gloo"
-    if wanted not in ("auto", CPU, *there):
-        able = [CPU, *paddle.device.get_all_device_type()]
-        found = "sees no card" if wanted in able else f"knows only {', '.join(able)}"
+    if requested not in ("auto", CPU, *usable):
+        supported = [CPU, *paddle.device.get_all_device_type()]
+        problem = "sees no card" if requested in supported else f"knows only {', '.join(supported)}"
         raise ConfigError(
-            f"{wanted} was requested, but the installed Paddle {paddle.__version__} {found}",
+            f"{requested} was requested, but the installed Paddle {paddle.__version__} {problem}",
             code="device_unavailable",
             where="device",
             fix="install the Paddle for it (README, GPU), or set device: cpu",
         )
-    if wanted not in ("auto", CPU) and for_cpus:
+    if requested not in ("auto", CPU) and for_cpus:
         raise ConfigError(
-            f"{wanted} was requested, but the launcher started CPU processes",
+            f"{requested} was requested, but the launcher started CPU processes",
             code="launched_for_cpu",
             where="device",
             fix="start it with --selected_gpus (--devices for other kinds), or set device: cpu",
         )
-    if wanted == CPU or for_cpus or not there:
+    if requested == CPU or for_cpus or not usable:
         paddle.set_device(CPU)
         os.environ[BACKEND] = "gloo"  # a build for cards would take theirs
         return CPU
-    chosen = there[0] if wanted == "auto" else wanted
+    chosen = usable[0] if requested == "auto" else requested
     paddle.set_device(f"{chosen}:{pd.ParallelEnv().device_id}")
     require_arithmetic()
     return chosen
@@ -88,7 +90,7 @@ def require_arithmetic() -> None:
     Where the wheel holds no code for a card, Paddle warns and every operator gives zeros, and a
     training continues with them (PaddlePaddle/Paddle#72252).
 
-    Raises: ConfigError: it is one.
+    Raises: ConfigError: this card is one.
     """
     two = (paddle.ones([1]) + paddle.ones([1])).item()
     if two != 2.0:
@@ -102,10 +104,10 @@ def require_arithmetic() -> None:
 
 
 def put(values: Any) -> paddle.Tensor:
-    """A copy of an array on the device; asynchronous.
+    """Copies an array to the device; asynchronous.
 
-    It goes to the card from memory that the card reads by itself, in the order of what else the
-    card was given.  That memory lives as long as the tensor: keep it until something is read back.
+    The card reads it from pinned memory, in the order of its other work.  That memory lives as long
+    as the tensor: keep the tensor until something is read back.
     """
     if not on_accelerator():
         return paddle.to_tensor(values)
@@ -118,14 +120,14 @@ def put(values: Any) -> paddle.Tensor:
 
 
 def synchronize() -> None:
-    """Waits until the device is done."""
+    """Waits until the device has done its work."""
     if on_accelerator():
         paddle.device.synchronize()
 
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Inside, new tensors are the CPU's."""
+    """Makes new tensors, inside the block, the CPU's."""
     card = paddle.device.get_device()
     paddle.set_device(CPU)
     try:
@@ -141,12 +143,12 @@ def release_memory() -> None:
 
 
 def peak_allocated_bytes() -> int:
-    """Peak memory of tensors on the card; 0 on CPU."""
+    """Returns the peak memory of tensors on the card, in bytes; 0 on CPU."""
     return paddle.device.max_memory_allocated(_card()) if on_accelerator() else 0
 
 
 def peak_reserved_bytes() -> int:
-    """Peak memory of Paddle's allocator on the card; 0 on CPU."""
+    """Returns the peak memory of Paddle's allocator on the card, in bytes; 0 on CPU."""
     return paddle.device.max_memory_reserved(_card()) if on_accelerator() else 0
 
 

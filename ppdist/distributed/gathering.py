@@ -27,7 +27,7 @@ def all_gather_rows(rows_RK: np.ndarray) -> np.ndarray:
 
 
 def all_gather_large_object(value: Any) -> list[Any]:
-    """What every rank gave, in rank order; it must survive JSON.  Collective.
+    """Gathers an object of every rank, in rank order; it must survive JSON.  Collective.
 
     Ranks may arrive minutes apart.
     """

@@ -3,8 +3,8 @@
 A rank that hangs cannot say so: it may be stopped, hold the interpreter's lock, or wait inside a
 collective for another one.  So every rank writes what it begins into memory that it shares with
 the fleetrun of its host (launch/watchdog.py), which looks from outside.  Without fleetrun nothing
-is written.  A beat costs about a microsecond.  Behind the beat stands what the steps came to, once
-a step, for those who measure the run (launch/metrics.py).
+is written.  A beat costs about a microsecond.  Behind it, once a step, come the totals of the steps
+for launch/metrics.py.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ from ppdist.common.files import replace_file
 from ppdist.common.job import launched_rank, launched_ranks, launcher_folder
 
 PHASES = ("start", "step", "evaluate", "save", "end")
-# Every rank under fleetrun answers it with the stacks of its threads, written in C, so that also
-# one that holds the interpreter's lock answers.
+# Every rank under fleetrun answers it with the stacks of its threads, written in C, so that even
+# one that holds the interpreter's lock can.
 STACKS_SIGNAL = signal.SIGUSR2
 BEAT = struct.Struct("=IHHQQQdd40sQQd")  # as in `Reading`
 _PLACE_BYTES = 40
 WORK = struct.Struct("=QQQQddddd")  # totals of the steps; follows the beat
-_SEAL = struct.Struct("=I")  # behind each of both: the checksum of what was written at once
+_SEAL = struct.Struct("=I")  # the checksum behind each block, which is written at once
 _BEAT_BYTES, _WORK_BYTES = BEAT.size + _SEAL.size, WORK.size + _SEAL.size
-_READS, _PAUSE_SECONDS = 5, 0.002  # until the checksum is right
+_READS, _PAUSE_SECONDS = 5, 0.002  # at most so many reads until the checksum is right
 _file: mmap.mmap | None = None
-# As in `Reading`, but for times in ns.
+# The fields of `Reading`, with times in ns.
 _NOTHING_YET = (0, 0, 0, 0, 0, 0, 0.0, 0.0, b"", 0, 0, 0.0)
 _state: list = list(_NOTHING_YET)
 _PID, _PHASE, _INSIDE, _STEP, _COLLECTIVES, _TIME, _TIMEOUT, _LIMIT, _PLACE = range(9)
@@ -46,46 +46,46 @@ _step_seconds = _own_seconds = _data_seconds = _micro_batches = 0.0
 
 @dataclass(frozen=True)
 class Reading:
-    """What a rank last said."""
+    """The last heartbeat of a rank."""
 
     pid: int
     phase: str  # of PHASES
-    inside: bool  # it waits for the others now, in the last collective or barrier
+    inside: bool  # it waits for other ranks now, in the last collective or barrier
     step: int  # optimizer steps done
     collectives: int  # entered so far, the last one included
     seconds: float  # of the last beat, by time.monotonic(), which all processes of a host share
     timeout: float  # how long ranks wait for one another at barriers, s
-    limit: float  # how long a step may last without a sign of life at least, s; inf: for ever
-    place: str  # the collective or barrier, or what it does by itself
-    steps_since: int  # made since the start or the last evaluation
-    steps_measured: int  # in all, without those first ones, which may be slow
-    step_seconds: float  # of the last of them
+    limit: float  # least seconds that a step may last without a sign of life; inf: for ever
+    place: str  # the collective or barrier, or the work it does alone
+    steps_since: int  # steps since the start or the last evaluation
+    steps_measured: int  # steps in all, without the first ones, which may be slow
+    step_seconds: float  # of the last measured step
 
     @property
     def making(self) -> int | None:
-        """The optimizer step in progress, from 1; None outside."""
+        """Returns the optimizer step in progress, from 1; None outside of steps."""
         return self.step + 1 if self.phase == "step" else None
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the steps of a rank came to since its process began."""
+    """The totals of a rank's steps since its process began."""
 
     planned_steps: int  # of the whole run; 0: not yet known
     steps: int  # made here; all numbers below are of these
     bad_steps: int  # of them, not applied by any rank because something was not finite
     images: int  # of all ranks
     step_seconds: float
-    own_seconds: float  # of it, without waiting for other ranks
-    data_seconds: float  # of its own, waiting for images
-    micro_batches: float  # of images, of this rank; of those that are spread, an even share is 1
+    own_seconds: float  # of step_seconds, without waiting for other ranks
+    data_seconds: float  # of own_seconds, waiting for images
+    micro_batches: float  # of this rank; where a step is spread over ranks, an even share is 1
     loss: float  # of the last step, of all ranks; nan before the first
 
 
 def begin(timeout_seconds: float, limit_seconds: float | None) -> None:
     """Opens this rank's file, if fleetrun started it.
 
-    Args: see distributed.timeout_seconds and distributed.hang_seconds.
+    Args: timeout_seconds, limit_seconds: distributed.timeout_seconds and .hang_seconds.
     """
     global _file
     folder, rank = launcher_folder(), launched_rank()
@@ -104,9 +104,9 @@ def begin(timeout_seconds: float, limit_seconds: float | None) -> None:
 
 
 def beat(phase: str, step: int | None = None) -> None:
-    """Says that this rank is alive, with phase and step.
+    """Writes a sign of life, with phase and step.
 
-    Args: step: optimizer steps done; None: as before.
+    Args: step: optimizer steps done; None: unchanged.
     """
     global _step_began_ns
     now = time.monotonic_ns()
@@ -124,7 +124,7 @@ def beat(phase: str, step: int | None = None) -> None:
 
 
 def plan(steps: int) -> None:
-    """Says how many optimizer steps the whole run shall have."""
+    """Writes how many optimizer steps the whole run shall have."""
     global _planned_steps
     _planned_steps = steps
     _write_work(math.nan)
@@ -140,7 +140,7 @@ def made(
     data_seconds: float,
     micro_batches: float,
 ) -> None:
-    """Adds a step that was made; for the arguments see `Work`."""
+    """Adds a finished step to the totals; for the arguments see `Work`."""
     global _steps, _bad_steps, _images
     global _step_seconds, _own_seconds, _data_seconds, _micro_batches
     _steps += 1
@@ -156,7 +156,7 @@ def made(
 def tell_run(output_dir: Path) -> None:
     """Tells fleetrun where the run keeps its files.
 
-    Whatever keeps that from being said keeps nothing else.
+    A full or lost disk is ignored: only monitoring needs this.
     """
     folder = launcher_folder()
     if _file is None or folder is None:
@@ -167,7 +167,7 @@ def tell_run(output_dir: Path) -> None:
 
 
 def alive() -> None:
-    """Says that this rank gets on with something long: writes its beat."""
+    """Writes a sign of life during something long."""
     if _file is not None:
         _state[_TIME] = time.monotonic_ns()
         _file[:_BEAT_BYTES] = sealed(BEAT, *_state)
@@ -180,9 +180,9 @@ def at(place: str) -> None:
 
 
 class Waiting:
-    """Says that this rank waits for others.
+    """A context in which this rank waits for other ranks.
 
-    Every rank enters the same ones in the same order, so their numbers agree.
+    Every rank enters the same contexts in the same order, so their numbers agree.
     """
 
     def __init__(self, collective: str) -> None:
@@ -204,7 +204,7 @@ class Waiting:
 
 
 def waited_seconds() -> float:
-    """How long this rank has been in collectives and barriers so far."""
+    """Returns how long this rank has been in collectives and barriers so far, in seconds."""
     return _waited_ns / 1e9
 
 
@@ -222,35 +222,36 @@ def tell_stop(number: int) -> bool:
 
 
 def step() -> int:
-    """Optimizer steps done, as the last beat said."""
+    """Returns the optimizer steps done as of the last beat."""
     return _state[_STEP]
 
 
 def file_of(folder: Path, rank: int) -> Path:
+    """Returns the path of a rank's heartbeat."""
     return folder / f"heartbeat-{rank}"
 
 
 def stacks_of(folder: Path, rank: int) -> Path:
-    """Where a rank answers STACKS_SIGNAL."""
+    """Returns the path at which a rank answers STACKS_SIGNAL."""
     return folder / f"stacks-{rank}"
 
 
 def run_of(folder: Path, rank: int) -> Path:
-    """Where a rank says what `tell_run` says."""
+    """Returns the path at which a rank writes what `tell_run` tells."""
     return folder / f"run-{rank}.json"
 
 
 def silent(pid: int, timeout: float, limit: float) -> Reading:
-    """State of a process that has not said anything yet."""
+    """Makes the reading of a process that has not written a heartbeat yet."""
     return Reading(pid, "start", False, 0, 0, 0.0, timeout, limit, "", 0, 0, 0.0)
 
 
 def read(path: Path) -> Reading | None:
-    """None: this rank has not begun."""
-    found = _read(path, BEAT, 0)
-    if found is None or found[0] == 0:
+    """Reads a heartbeat; None: this rank has not begun."""
+    fields = _read_block(path, BEAT, 0)
+    if fields is None or fields[0] == 0:
         return None
-    pid, phase, inside, step, collectives, beat_ns, timeout, limit, name, *steps = found
+    pid, phase, inside, step, collectives, beat_ns, timeout, limit, name, *steps = fields
     return Reading(
         pid=pid,
         phase=PHASES[phase],
@@ -268,16 +269,16 @@ def read(path: Path) -> Reading | None:
 
 
 def read_work(path: Path) -> Work | None:
-    """What a rank says of its steps; None: nothing."""
-    found = _read(path, WORK, _BEAT_BYTES)
-    if found is None:
+    """Reads the totals of a rank's steps; None: there are none yet."""
+    fields = _read_block(path, WORK, _BEAT_BYTES)
+    if fields is None:
         return None
-    steps, planned, *others = found
-    return Work(planned, steps, *others) if planned > 0 or steps > 0 else None
+    steps, planned, *totals = fields
+    return Work(planned, steps, *totals) if planned > 0 or steps > 0 else None
 
 
-def _read(path: Path, layout: struct.Struct, offset: int) -> tuple | None:
-    """Reads the file; None if there is nothing.
+def _read_block(path: Path, layout: struct.Struct, offset: int) -> tuple | None:
+    """Reads a block of the file; None if there is nothing.
 
     The rank may be writing right now, or be preempted meanwhile, so data that does not match its
     checksum is read again.  Data that never does is used anyway: better than none.
@@ -288,9 +289,9 @@ def _read(path: Path, layout: struct.Struct, offset: int) -> tuple | None:
             for attempt in range(_READS):
                 if attempt:
                     time.sleep(_PAUSE_SECONDS)
-                whole = os.pread(file.fileno(), layout.size + _SEAL.size, offset)
-                data, seal = whole[: layout.size], whole[layout.size :]
-                if not any(whole) or seal == _SEAL.pack(zlib.crc32(data)):
+                block = os.pread(file.fileno(), layout.size + _SEAL.size, offset)
+                data, seal = block[: layout.size], block[layout.size :]
+                if not any(block) or seal == _SEAL.pack(zlib.crc32(data)):
                     break
     except OSError:
         return None
@@ -298,12 +299,12 @@ def _read(path: Path, layout: struct.Struct, offset: int) -> tuple | None:
 
 
 def sealed(layout: struct.Struct, *values: object) -> bytes:
-    """A block of a rank's file, with its checksum."""
+    """Packs a block of a rank's file, with its checksum."""
     data = layout.pack(*values)
     return data + _SEAL.pack(zlib.crc32(data))
 
 
-# Each block is written at once: packed into the file it would be empty for a moment, then half.
+# Each block is written at once: pack_into the file would show it empty, then half written.
 def _write_work(loss: float) -> None:
     if _file is not None:
         _file[_BEAT_BYTES:] = sealed(

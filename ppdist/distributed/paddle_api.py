@@ -1,4 +1,4 @@
-"""What ppdist uses of Paddle that Paddle does not promise to keep.
+"""Access to the parts of Paddle that Paddle does not promise to keep.
 
 Private attributes and modules of Paddle are named here alone (tests/test_architecture.py), so that
 a new version of it is a change of this file.  All supported versions have them (README, Versions of
@@ -28,32 +28,32 @@ core: Any = paddle.base.core  # Paddle's compiled half
 
 
 def running_statistics(norm: nn.Layer) -> tuple[Tensor, Tensor]:
-    """Running mean and variance of a batch norm, in use."""
+    """Returns the running mean and variance of a batch norm, the tensors in use."""
     return norm._mean, norm._variance
 
 
 def normalise_by_running(norm: nn.Layer) -> None:
-    """Freezes a batch norm's running statistics, in training too."""
+    """Freezes a batch norm's running statistics, in training as well."""
     norm._use_global_stats = True
 
 
 def normalises_by_running(norm: nn.Layer) -> bool:
-    """Whether `normalise_by_running` was called for it."""
+    """Returns True if `normalise_by_running` was called for this batch norm."""
     return bool(norm._use_global_stats)
 
 
 def epsilon(norm: nn.Layer) -> float:
-    """What a batch norm adds to the variance."""
+    """Returns the epsilon that a batch norm adds to the variance."""
     return norm._epsilon
 
 
 def momentum(norm: nn.Layer) -> float:
-    """Weight of the old running statistics."""
+    """Returns the weight of the old running statistics in a batch norm."""
     return norm._momentum
 
 
 def set_momentum(norm: nn.Layer, value: float) -> None:
-    """Sets `momentum` of a built layer."""
+    """Sets the `momentum` of a built batch norm."""
     norm._momentum = value
 
 
@@ -61,7 +61,7 @@ def set_momentum(norm: nn.Layer, value: float) -> None:
 
 
 class ConvSettings(NamedTuple):
-    """How a convolution was made, as Paddle keeps it."""
+    """The settings of a convolution, as Paddle keeps them."""
 
     stride: Any
     padding: Any
@@ -72,7 +72,7 @@ class ConvSettings(NamedTuple):
 
 
 def conv_settings(conv: nn.Conv2D) -> ConvSettings:
-    """How a built convolution was made."""
+    """Returns the settings with which a convolution was built."""
     return ConvSettings(
         conv._stride, conv._padding, conv._dilation, conv._groups, conv._data_format,
         conv._padding_mode,
@@ -91,11 +91,11 @@ def multiclass_nms3(
     max_detections: int,
     iou_threshold: float,
 ) -> tuple[Tensor, Tensor]:
-    """rows_R6 and count_B of `losses.nms.multiclass_nms`, by Paddle's operator.
+    """Computes rows_R6 and count_B of `losses.nms.multiclass_nms` by Paddle's operator.
 
     Args:
-        pre_nms_topk: the best of each class that enter.
-        max_detections: the best of an image that leave.
+        pre_nms_topk: number of boxes of each class that enter, the best.
+        max_detections: number of boxes of an image that leave, the best.
     """
     rows_R6, _, count_B = paddle._C_ops.multiclass_nms3(
         boxes_BN4,
@@ -118,12 +118,12 @@ Accumulators = Mapping[str, Mapping[str, Tensor]]  # kind -> name of the paramet
 
 
 def master_weights(optimizer: Any) -> dict[str, Tensor]:
-    """Float32 masters of low-precision parameters, by name, in use."""
+    """Returns the float32 masters of low-precision parameters, by name, the tensors in use."""
     return optimizer._master_weights
 
 
 def accumulators(optimizer: Any) -> Accumulators:
-    """What an optimizer keeps of each parameter, the tensors in use."""
+    """Returns the state of an optimizer for each parameter, the tensors in use."""
     return optimizer._accumulators
 
 
@@ -134,7 +134,7 @@ def forget_loaded_state(optimizer: Any) -> None:
 
 
 def first_power(optimizer: Any, kind: str) -> float:
-    """What an accumulator starts with: of AdamW beta1 or beta2, others 0."""
+    """Returns the initial value of an accumulator: beta1 or beta2 of AdamW, else 0."""
     if isinstance(optimizer, paddle.optimizer.Momentum):
         return 0.0
     betas = {"beta1_pow_acc": optimizer._beta1, "beta2_pow_acc": optimizer._beta2}
@@ -148,17 +148,15 @@ def set_optimizer_momentum(optimizer: Any, value: float) -> None:
 
 
 def trained_parameters(optimizer: Any) -> list[Tensor]:
-    """What an optimizer updates, group by group."""
+    """Lists the parameters that an optimizer updates, group by group."""
     return [parameter for group in optimizer._param_groups for parameter in group["params"]]
 
 
 def forget_update_lists(optimizer: Any) -> None:
     """Drops the parameter lists of Paddle's Momentum.
 
-    Before a step that updates other parameters than the last: Paddle lists them once.
-
-    It would pair the gradients there are with the parameters there were.  Other optimizers have no
-    such lists.
+    Call it before a step that updates other parameters than the last one: Paddle lists them once,
+    and would pair the new gradients with the old parameters.  Other optimizers have no such lists.
     """
     if getattr(optimizer, "_use_multi_tensor", None):
         for name in ("_param_dict", "_velocity_dict", "_regularization_method_dict",
@@ -170,12 +168,12 @@ def forget_update_lists(optimizer: Any) -> None:
 
 
 def part(flat_F: Tensor, start: int, size: int) -> Tensor:
-    """[size]: a slice from `start` on, in the same storage."""
+    """Returns [size], a slice from `start` on, in the same storage."""
     return flat_F._slice(start, start + size)
 
 
 def share_buffer(source: Tensor, into: Tensor) -> None:
-    """From here on `into`, of its own shape, lies where `source` does."""
+    """Makes `into`, whose shape stays, use the storage of `source` from now on."""
     source._share_buffer_to(into)
 
 
@@ -201,33 +199,33 @@ def coalesce(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
 
 
 def global_store() -> Any:
-    """The TCP store of all ranks."""
+    """Returns the TCP store of all ranks."""
     return core.create_or_get_global_tcp_store()
 
 
 def make_store(address: str, port: int, is_master: bool) -> Any:
-    """An additional TCP store."""
+    """Opens an additional TCP store."""
     return core.TCPStore(address, port, is_master, 0)
 
 
 def group_store() -> Any:
-    """The store at which Paddle makes groups."""
+    """Returns the store at which Paddle makes groups."""
     return pd.collective._default_store or global_store()
 
 
 @contextmanager
 def groups_at(store: Any) -> Iterator[None]:
-    """Inside, Paddle makes groups at another store."""
-    usual = pd.collective._default_store
+    """Makes Paddle, inside the block, make groups at another store."""
+    original = pd.collective._default_store
     pd.collective._default_store = store
     try:
         yield
     finally:
-        pd.collective._default_store = usual
+        pd.collective._default_store = original
 
 
 def default_group() -> Any:
-    """Paddle's group of all ranks, once they have joined."""
+    """Returns Paddle's group of all ranks, once they have joined."""
     return pd.collective._get_default_group()
 
 
@@ -247,17 +245,17 @@ _TF32_SWITCHES = ("cublas_switch", "cudnn_switch")
 
 
 def set_num_threads(threads: int) -> None:
-    """CPU threads of eager operators."""
+    """Sets the number of CPU threads of eager operators."""
     core.set_num_threads(threads)
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether oneDNN computes in bfloat16 on this processor."""
+    """Returns True if oneDNN computes in bfloat16 on this processor."""
     return bool(core.supports_bfloat16_fast_performance())
 
 
 def bfloat16_flags() -> set[str]:
-    """Which of avx512_bf16 and amx_bf16 Linux shows of this processor."""
+    """Returns those of avx512_bf16 and amx_bf16 that Linux shows for this processor."""
     cpuinfo = kernel_text(Path("/proc/cpuinfo"))
     flags = re.findall(r"^flags\s*:(.*)", cpuinfo, re.MULTILINE)
     return {"avx512_bf16", "amx_bf16"} & {flag for line in flags for flag in line.split()}
@@ -265,16 +263,16 @@ def bfloat16_flags() -> set[str]:
 
 @contextmanager
 def whole_float32() -> Iterator[None]:
-    """Inside, products of float32 are float32.
+    """Makes products of float32, inside the block, full float32.
 
-    An NVIDIA card may take TF32 for them, which keeps 10 of 23 bits.  CPU builds have no switches.
+    An NVIDIA card may use TF32 for them, which keeps 10 of 23 bits.  CPU builds have no switches.
     """
     names = [name for name in _TF32_SWITCHES if hasattr(core, f"get_{name}")]
-    before = {name: getattr(core, f"get_{name}")() for name in names}
+    original = {name: getattr(core, f"get_{name}")() for name in names}
     for name in names:
         getattr(core, f"set_{name}")(False)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in original.items():
             getattr(core, f"set_{name}")(value)

@@ -10,13 +10,13 @@ _REPORT_SECONDS = 15.0
 
 
 class Progress:
-    """Of one piece of work, whose parts are much alike.
+    """The progress of one piece of work whose parts are much alike.
 
-    Other ranks wait for this one for as long as parts get done: see `store.alive`.
+    Other ranks wait for this one as long as parts are finished: see `store.alive`.
     """
 
     def __init__(self, logger: logging.Logger, work: str, total: float, unit: str = "images"):
-        """Args: work: what is done, for the log; total: how many of `unit` it has."""
+        """Args: work: its name, for the log; total: its number of parts, counted in `unit`."""
         self._logger, self._work, self._total, self._unit = logger, work, total, unit
         self._done = 0.0
         self._began = self._reported = time.monotonic()

@@ -14,48 +14,49 @@ rank, world_size = launched_rank, launched_ranks
 
 
 def local_size() -> int:
-    """Number of ranks on this host; 1 without a launcher."""
+    """Returns the number of ranks on this host; 1 without a launcher."""
     return int(os.environ.get("PADDLE_LOCAL_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """Rank within this host; 0 without a launcher."""
+    """Returns the rank within this host; 0 without a launcher."""
     return int(os.environ.get("PADDLE_LOCAL_RANK", "0"))
 
 
 def is_main() -> bool:
-    """True on rank 0.  Never put a collective behind it: see `run_on_main`."""
+    """Returns True on rank 0.  Never put a collective behind it: see `run_on_main`."""
     return rank() == 0
 
 
 def host() -> str:
-    """This host's name, for messages."""
-    own = os.environ.get("PADDLE_CURRENT_ENDPOINT", "").rpartition(":")[0]
+    """Names this host, for messages."""
+    address = os.environ.get("PADDLE_CURRENT_ENDPOINT", "").rpartition(":")[0]
     several = len(set(addresses())) > 1
-    return f"{socket.gethostname()} {own}" if several else socket.gethostname()
+    return f"{socket.gethostname()} {address}" if several else socket.gethostname()
 
 
 def addresses() -> list[str]:
-    """Address of each rank's host; [""] without a launcher."""
+    """Returns the address of each rank's host; [""] without a launcher."""
     endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
     return [endpoint.rpartition(":")[0] for endpoint in endpoints]
 
 
 def ranks_named(ranks: Sequence[int], hosts_W: Sequence[str]) -> str:
-    """`ranks 0-1 (host a) and rank 4 (host b)`
+    """Names ranks with their hosts: `ranks 0-1 (host a) and rank 4 (host b)`.
 
-    Args: hosts_W: name of the host of each rank.
+    Args: hosts_W: host name of each rank.
     """
-    of_host: dict[str, list[int]] = {}
-    for each in ranks:
-        of_host.setdefault(hosts_W[each], []).append(each)
+    ranks_by_host: dict[str, list[int]] = {}
+    for number in ranks:
+        ranks_by_host.setdefault(hosts_W[number], []).append(number)
     return " and ".join(
-        f"rank{'s' * (len(own) > 1)} {_ranges(own)} (host {name})" for name, own in of_host.items()
+        f"rank{'s' * (len(members) > 1)} {_format_ranges(members)} (host {name})"
+        for name, members in ranks_by_host.items()
     )
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 6` for ascending numbers."""
+def _format_ranges(numbers: Sequence[int]) -> str:
+    """Writes ascending numbers as ranges: `0-3, 6`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

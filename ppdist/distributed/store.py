@@ -47,20 +47,20 @@ from ppdist.distributed.ranks import (
 )
 
 _T = TypeVar("_T")
-AllGatherObject = Callable[[Any], list[Any]]  # gives what every rank gave to it, in rank order
+AllGatherObject = Callable[[Any], list[Any]]  # gathers an object of every rank, in rank order
 _LOGGER = logging.getLogger("ppdist")
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.0005, 0.02
-_LONG_POLL_SECONDS, _POLLS = 0.2, 100  # a wait that lasts is looked at less often
-_REQUEST_SECONDS = 0.0001  # of the store's time that a rank takes for a look
-_LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for the others to read it
-_SIGN_SECONDS = 5.0  # between two signs of life at the store, and two looks for them
+_LONG_POLL_SECONDS, _POLLS = 0.2, 100  # a long wait is polled less often
+_REQUEST_SECONDS = 0.0001  # of the store's time for one poll of one rank
+_LINGER_SECONDS = 10.0  # rank 0 holds the store, and stays at most so long for the others to read
+_SIGN_SECONDS = 5.0  # between two signs of life at the store, and between two checks of them
 _SIGNS = "ppdist/alive"
 _barriers = itertools.count()  # every rank counts the same barriers, so the numbers agree
-_HERE, _GAVE = 1, 3  # without a value, with one
-_RANKS_OF_A_KEY = 31  # two bits each of what the store counts in, int64
+_HERE, _GAVE = 1, 3  # a rank has arrived without a value, with one
+_RANKS_OF_A_KEY = 31  # the store counts in int64, of which a rank takes two bits
 _timeout = 1800.0
-_reached = False  # the store, by this process
-_nagle_disabled = False  # its connections
+_reached = False  # this process has reached the store
+_nagle_disabled = False  # on its connections
 _signed = -math.inf  # when this rank last gave a sign of life at the store
 
 
@@ -74,9 +74,10 @@ def set_timeout(seconds: float) -> None:
 def alive() -> None:
     """Tells fleetrun and waiting ranks that work continues.
 
-    These wait for distributed.timeout_seconds from its last sign of life on.  So call it, in the
-    main thread, when a part of the work is done, and never while nothing happens: a rank that
-    hangs has to be found.  Local; a microsecond, and a request at the store every few seconds.
+    The other ranks wait for distributed.timeout_seconds after its last sign of life.  So call it,
+    in the main thread, when a part of the work is done, and never while nothing happens: a rank
+    that hangs has to be found.  Local; it costs a microsecond, and a request at the store every few
+    seconds.
     """
     global _signed
     heartbeat.alive()
@@ -90,12 +91,12 @@ def _sign_seconds() -> float:
 
 
 def storage_seconds() -> float:
-    """How long a rank waits for storage that is away."""
+    """Returns how long a rank waits for unreachable storage, in seconds."""
     return _timeout / 2
 
 
 def once_there(call: Callable[[], _T], seconds: float | None = None) -> _T:
-    """Result of a call, once storage that is away is back.  Local.
+    """Calls `call`, again while storage is unreachable; returns its result.  Local.
 
     Args: seconds: how long to wait; None: `storage_seconds`.
     Raises: StorageError: it stays away.
@@ -109,12 +110,12 @@ def once_there(call: Callable[[], _T], seconds: float | None = None) -> _T:
 
 
 def was_restarted() -> bool:
-    """Whether fleetrun restarted this job."""
+    """Returns True if fleetrun restarted this job."""
     return bool(os.environ.get(RESTART_VARIABLE))
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """What every rank gave, in rank order; see `gather_on_main`.  Collective."""
+    """Gathers an object of every rank, in rank order; see `gather_on_main`.  Collective."""
     return gather_on_main(value, lambda values_W: values_W)
 
 
@@ -124,7 +125,7 @@ def barrier() -> None:
 
 
 def gather_on_main(value: Any, work: Callable[[list[Any]], Any]) -> Any:
-    """All ranks get rank 0's `work` of every rank's value.  Collective.
+    """Gives all ranks the result of `work`, on rank 0, for every rank's value.  Collective.
 
     No device takes part, so it works before ranks have joined.  A rank makes a few requests at the
     store, however many ranks there are, and rank 0 one for each value that is not None.
@@ -139,32 +140,32 @@ def gather_on_main(value: Any, work: Callable[[list[Any]], Any]) -> Any:
     key = f"ppdist/gather/{next(_barriers)}"
     store = _store()
 
-    def give() -> None:
+    def send_value() -> None:
         if value is not None:
             store.set(f"{key}/{rank()}", json.dumps(value))
         _arrive(key, _HERE if value is None else _GAVE)
 
-    def absent() -> str:
-        return f"{_absent(key) or 'the answer of rank 0'} did not arrive"
+    def describe_absent() -> str:
+        return f"{_name_absent(key) or 'the answer of rank 0'} did not arrive"
 
-    def gathered() -> Any:
+    def gather_values() -> Any:
         timeout = _Timeout()
         with heartbeat.Waiting(f"barrier {key}"):
-            give()
-            while 0 in (arrived_W := _arrived(key)):
-                timeout.sleep(absent)
-            _send_at_once()
+            send_value()
+            while 0 in (arrived_W := _read_arrivals(key)):
+                timeout.sleep(describe_absent)
+            _disable_nagle_once()
             texts_W = [
-                bytes(store.get(f"{key}/{each}")) if arrived == _GAVE else "null"
-                for each, arrived in enumerate(arrived_W)
+                bytes(store.get(f"{key}/{rank_index}")) if arrived == _GAVE else "null"
+                for rank_index, arrived in enumerate(arrived_W)
             ]
         return work([json.loads(text) for text in texts_W])
 
     if is_main():
-        return _answer(key, gathered)
+        return _send_answer(key, gather_values)
     with heartbeat.Waiting(f"barrier {key}"):
-        give()
-        return _answer_of_main(key, absent)
+        send_value()
+        return _await_answer(key, describe_absent)
 
 
 def run_on_main(work: Callable[[], Any]) -> Any:
@@ -183,38 +184,38 @@ def run_on_main(work: Callable[[], Any]) -> Any:
     key = f"ppdist/main/{next(_barriers)}"
     if is_main():
         with heartbeat.Waiting(f"barrier {key}"):
-            pass  # the others count the same barriers; it waits for none
-        return _answer(key, work)
+            pass  # enters it only to count the same barriers as the others
+        return _send_answer(key, work)
     with heartbeat.Waiting(f"barrier {key}"):
-        return _answer_of_main(key, lambda: "rank 0 did not finish its work")
+        return _await_answer(key, lambda: "rank 0 did not finish its work")
 
 
-def _answer(key: str, work: Callable[[], Any]) -> Any:
-    """What `work` returns or raises, which the other ranks hear."""
+def _send_answer(key: str, work: Callable[[], Any]) -> Any:
+    """Returns or raises what `work` does, and sends it to the other ranks."""
     store = _store()
     try:
         result = work()
-        text = json.dumps({"value": result})
+        answer = json.dumps({"value": result})
         return result
     except BaseException as error:
-        text = json.dumps({"failure": _told(error)})
+        answer = json.dumps({"failure": _failure_for_peers(error)})
         raise
     finally:
-        store.set(f"{key}/result", text)
+        store.set(f"{key}/result", answer)
         store.add(f"{key}/done", 1)
-        _leave(key)
+        _leave_store(key)
 
 
-def _answer_of_main(key: str, missing: Callable[[], str]) -> Any:
-    """What rank 0 gave to `_answer`.
+def _await_answer(key: str, missing: Callable[[], str]) -> Any:
+    """Waits for the answer that rank 0 gave to `_send_answer`; returns or raises it.
 
-    Args: missing: what did not happen, where it is not there in time.
+    Args: missing: says what did not happen, if the answer does not come in time.
     """
     store, timeout = _store(), _Timeout()
     while store.add(f"{key}/done", 0) == 0:
         timeout.sleep(missing)
     outcome = json.loads(bytes(store.get(f"{key}/result")).decode())
-    _leave(key)
+    _leave_store(key)
     if "failure" in outcome:
         raise Failure(**outcome["failure"]).error()
     return outcome["value"]
@@ -223,12 +224,12 @@ def _answer_of_main(key: str, missing: Callable[[], str]) -> Any:
 def run_on_all_ranks(work: Callable[[], Any]) -> Any:
     """Runs `work` everywhere; one failure fails all. Collective.
 
-    For what each rank does by itself and may fail at alone, such as reading the files of its
-    host: otherwise the others would go on into a collective and wait there for a rank that ended.
-    They may be minutes apart.
+    Use it for work that may fail on one rank alone, such as reading the files of its host:
+    otherwise the others would enter a collective and wait there for a rank that has ended.  Ranks
+    may be minutes apart.
 
-    Returns: what `work` returned on this rank.
-    Raises: whatever `work` raised, on the ranks where it did; on the others an error of the same
+    Returns: the result of `work` on this rank.
+    Raises: the error of `work`, on the ranks where it raised; on the others an error of the same
         kind and code, or RankError if it has none, that names such a rank and says what happened.
     """
     if world_size() == 1:
@@ -236,119 +237,120 @@ def run_on_all_ranks(work: Callable[[], Any]) -> Any:
     try:
         result = work()
     except Exception as error:
-        gather_on_main([isinstance(error, UserError), _told(error)], _gravest)
+        gather_on_main([isinstance(error, UserError), _failure_for_peers(error)], _choose_failure)
         raise
-    failure = gather_on_main(None, _gravest)
+    failure = gather_on_main(None, _choose_failure)
     if failure is not None:
         raise Failure(**failure).error()
     return result
 
 
-def _gravest(failures_W: Sequence[Any]) -> dict[str, Any] | None:
-    """The failure that the others hear of: bugs before users' mistakes."""
-    failed = [each for each in failures_W if each is not None]
-    return min(failed, key=lambda each: each[0])[1] if failed else None
+def _choose_failure(failures_W: Sequence[Any]) -> dict[str, Any] | None:
+    """Chooses the failure to report to all ranks: bugs before users' mistakes."""
+    failed = [failure for failure in failures_W if failure is not None]
+    return min(failed, key=lambda failure: failure[0])[1] if failed else None
 
 
-def _told(error: BaseException) -> dict[str, Any]:
-    """What the other ranks hear of an error of this one."""
+def _failure_for_peers(error: BaseException) -> dict[str, Any]:
+    """Converts an error of this rank to the fields of the Failure that the others raise."""
     return asdict(failure_of(error).of_rank(rank(), host()))
 
 
 def announce_arrival() -> Callable[[], str]:
     """Announces this rank's arrival without waiting. Collective.
 
-    Returns: names the ranks that have not come yet whenever it is called, "" when all have.
+    Returns: a function that names the ranks that have not come yet, "" when all have.
     """
     if world_size() == 1:
         return lambda: ""
     key = f"ppdist/announced/{next(_barriers)}"
     _arrive(key, _HERE)
-    return lambda: _absent(key)
+    return lambda: _name_absent(key)
 
 
-def _send_at_once() -> None:
-    """Disables Nagle's algorithm at the store, to which all are connected."""
+def _disable_nagle_once() -> None:
+    """Disables Nagle's algorithm at the store, once all ranks are connected."""
     global _nagle_disabled
     if not _nagle_disabled:
         disable_nagle()
         _nagle_disabled = True
 
 
-def _arrive(key: str, what: int) -> None:
-    """Says, once, that this rank is here: _HERE or _GAVE."""
-    place, shift = divmod(rank(), _RANKS_OF_A_KEY)
-    _store().add(f"{key}/here/{place}", what << 2 * shift)
+def _arrive(key: str, arrival: int) -> None:
+    """Marks this rank as arrived, once: _HERE or _GAVE."""
+    key_index, shift = divmod(rank(), _RANKS_OF_A_KEY)
+    _store().add(f"{key}/here/{key_index}", arrival << 2 * shift)
 
 
-def _arrived(key: str) -> list[int]:
-    """What each rank said to `_arrive`; 0: nothing yet."""
-    store, found = _store(), []
+def _read_arrivals(key: str) -> list[int]:
+    """Reads the mark of each rank, see `_arrive`; 0: it has not arrived."""
+    store, arrivals = _store(), []
     for first in range(0, world_size(), _RANKS_OF_A_KEY):
-        said = store.add(f"{key}/here/{first // _RANKS_OF_A_KEY}", 0)
-        found += [said >> 2 * shift & 3 for shift in range(_RANKS_OF_A_KEY)]
-    return found[: world_size()]
+        bits = store.add(f"{key}/here/{first // _RANKS_OF_A_KEY}", 0)
+        arrivals += [bits >> 2 * shift & 3 for shift in range(_RANKS_OF_A_KEY)]
+    return arrivals[: world_size()]
 
 
-def _absent(key: str) -> str:
-    """Ranks that have not arrived; "": all have."""
+def _name_absent(key: str) -> str:
+    """Names the ranks that have not arrived; "": all have."""
     hosts_W = addresses() if len(addresses()) == world_size() else ["?"] * world_size()
-    ranks = [each for each, arrived in enumerate(_arrived(key)) if not arrived]
+    ranks = [index for index, arrived in enumerate(_read_arrivals(key)) if not arrived]
     return ranks_named(ranks, hosts_W)
 
 
-def _leave(key: str) -> None:
-    """Lets rank 0 leave after the others have read.
+def _leave_store(key: str) -> None:
+    """Keeps rank 0, and with it the store, until the others have read.
 
-    Every rank calls it when it has read what it needs. The store ends with rank 0's process; it
-    does not wait long for a rank that may have ended.
+    Every rank calls it when it has read what it needs.  Rank 0 does not wait long, as a rank may
+    have ended.
     """
     store, began = _store(), time.monotonic()
     left = store.add(f"{key}/left", 1)
     while is_main() and left < world_size() and time.monotonic() - began < _LINGER_SECONDS:
-        time.sleep(_pause(time.monotonic() - began))
+        time.sleep(_poll_interval(time.monotonic() - began))
         left = store.add(f"{key}/left", 0)
 
 
-def _pause(waited: float) -> float:
-    """Polling interval of a rank that has waited so long."""
-    short = min(max(waited / 4, _FIRST_POLL_SECONDS), _POLL_SECONDS)
+def _poll_interval(waited: float) -> float:
+    """Returns the polling interval of a rank that has waited so long, in seconds."""
+    recent_seconds = min(max(waited / 4, _FIRST_POLL_SECONDS), _POLL_SECONDS)
     # The store answers one request after the other, 25 to 40 us each.
-    least = world_size() * _REQUEST_SECONDS
-    return max(least, short, min(waited / _POLLS, _LONG_POLL_SECONDS))
+    busy_store_seconds = world_size() * _REQUEST_SECONDS
+    return max(busy_store_seconds, recent_seconds, min(waited / _POLLS, _LONG_POLL_SECONDS))
 
 
 class _Timeout:
     """Timeout of a waiting rank; signs of life restart it.
 
-    Any rank's sign counts.  Who waits gives none, so ranks that wait for one another time out.
+    Any rank's sign counts.  A waiting rank gives none, so ranks that wait for one another time out.
     """
 
     def __init__(self) -> None:
-        self._began = self._since = self._looked = time.monotonic()
-        self._signs: int | None = None  # seen so far, by all ranks; None: not looked yet
+        self._began = self._since = self._checked = time.monotonic()
+        self._signs: int | None = None  # signs of all ranks so far; None: not read yet
 
     def sleep(self, missing: Callable[[], str]) -> None:
-        """Sleeps a moment.
+        """Sleeps until the next poll.
 
-        Raises: RankError: the timeout is over; `missing` says who did not come.
+        Raises: RankError: the timeout has passed; `missing` says which ranks did not come.
         """
         now = time.monotonic()
-        if now - self._looked >= _sign_seconds():
+        if now - self._checked >= _sign_seconds():
             signs = _store().add(_SIGNS, 0)
             if self._signs is not None and signs != self._signs:
                 self._since = now
                 heartbeat.alive()  # else fleetrun would end a host whose ranks all wait
-            self._looked, self._signs = now, signs
+            self._checked, self._signs = now, signs
         if now - self._since > _timeout:
             raise RankError(
                 f"rank {rank()} waited {_timeout:g} s (distributed.timeout_seconds): {missing()}",
                 code="rank_timeout",
             )
-        time.sleep(_pause(now - self._began))
+        time.sleep(_poll_interval(now - self._began))
 
 
 def _store() -> Any:
+    """Returns the TCP store of all ranks; the first call connects to it."""
     global _reached
     if _reached:
         return paddle_api.global_store()
@@ -365,11 +367,11 @@ def _store() -> Any:
 
 
 def _require_same_job(store: Any) -> None:
-    """Keeps ranks of earlier jobs or attempts out.
+    """Keeps out ranks of earlier jobs or attempts.
 
-    The store is open to everybody who reaches it, so it gets no more than a fingerprint.
+    The store is open to everybody who reaches it, so it holds no more than a digest of the job.
 
-    Raises: LaunchError: this rank is one.
+    Raises: LaunchError: this rank belongs to another job.
     """
     job = hashlib.sha256(os.environ.get(JOB_VARIABLE, "").encode()).hexdigest()
     if is_main():
@@ -395,29 +397,29 @@ _PAUSE_SECONDS = 0.2
 _CALLS_AT_ONCE = 32
 
 
-def wait_for_store(endpoint: str, here: str, timeout: float) -> None:
+def wait_for_store(endpoint: str, local_host: str, timeout: float) -> None:
     """Waits until rank 0's store listens.
 
     Args:
         endpoint: `ADDRESS:PORT` of the store.
-        here: this host, for the message.
-        timeout: the most it waits, in seconds.
-    Raises: LaunchError: nothing does.
+        local_host: name of this host, for the message.
+        timeout: longest wait, in seconds.
+    Raises: LaunchError: nothing listens there.
     """
     address, _, port = endpoint.rpartition(":")
     began = time.monotonic()
-    while (problem := _call(address, int(port))) is not None:
+    while (problem := _connect(address, int(port))) is not None:
         refused = isinstance(problem, ConnectionRefusedError)
         waited = time.monotonic() - began
         if waited > min(timeout, _START_SECONDS if refused else _SILENT_SECONDS):
-            why = (
+            reason = (
                 "nothing listens there: see in its log what keeps rank 0"
                 if refused
                 else "a firewall between the hosts? Open everything between them"
             )
             raise LaunchError(
-                f"host {here} cannot reach port {port} of {address}, the TCP store of rank 0 "
-                f"({problem.strerror or problem}, tried for {waited:.0f} s): {why}",
+                f"host {local_host} cannot reach port {port} of {address}, the TCP store of rank 0 "
+                f"({problem.strerror or problem}, tried for {waited:.0f} s): {reason}",
                 code="store_unreachable",
             )
         time.sleep(_PAUSE_SECONDS)
@@ -434,26 +436,26 @@ def require_connectivity(
     The first rank of each host connects to that of every other at a port the system chose, as gloo
     and NCCL will; every rank calls it.
 
-    Args: addresses_W: of the host of each rank.
+    Args: addresses_W: address of each rank's host.
     Raises: LaunchError, on every rank: a host does not reach another one.
     """
     hosts = list(dict.fromkeys(addresses_W))
     if len(hosts) < 2:
         return
-    own = addresses_W[rank]
-    speaks = addresses_W.index(own) == rank and not _other_network(environment)
-    listener = _listen(own, len(hosts)) if speaks else None
+    local_address = addresses_W[rank]
+    is_tester = addresses_W.index(local_address) == rank and not _uses_other_network(environment)
+    listener = _listen(local_address, len(hosts)) if is_tester else None
     try:
         ports_W = all_gather_object(listener and listener.getsockname()[1])
         targets = [
             (address, port)
             for address, port in zip(addresses_W, ports_W)
-            if speaks and port and address != own
+            if is_tester and port and address != local_address
         ]
         with ThreadPoolExecutor(_CALLS_AT_ONCE) as pool:
-            problems = pool.map(lambda target: _call(*target), targets)
+            problems = pool.map(lambda target: _connect(*target), targets)
         failed = [
-            f"{own} -> {address} (port {port}: {problem.strerror or problem})"
+            f"{local_address} -> {address} (port {port}: {problem.strerror or problem})"
             for (address, port), problem in zip(targets, problems)
             if problem is not None
         ]
@@ -461,10 +463,10 @@ def require_connectivity(
     finally:
         if listener is not None:
             listener.close()
-    lost = [way for failed in failed_W for way in failed]
-    if lost:
+    broken_pairs = [pair for failed in failed_W for pair in failed]
+    if broken_pairs:
         raise LaunchError(
-            f"hosts cannot reach one another: {'; '.join(lost)}. gloo and NCCL pick their "
+            f"hosts cannot reach one another: {'; '.join(broken_pairs)}. gloo and NCCL pick their "
             "own ports: open all ports between these hosts in the firewall, and check that "
             f"{interfaces(environment)} is the interface of their network",
             code="hosts_unreachable",
@@ -472,28 +474,28 @@ def require_connectivity(
 
 
 def interfaces(environment: Mapping[str, str]) -> str:
-    """The interfaces that gloo and NCCL were told to take, for messages."""
+    """Names the interfaces set for gloo and NCCL, for messages."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return ", ".join(f"{name}={environment.get(name, 'not set')}" for name in names)
 
 
-def _other_network(environment: Mapping[str, str]) -> bool:
-    """Whether the user gave NCCL another interface."""
+def _uses_other_network(environment: Mapping[str, str]) -> bool:
+    """Returns True if the user gave NCCL another interface than gloo."""
     chosen = environment.get("NCCL_SOCKET_IFNAME", "").lstrip("=")
     on_gpu = environment.get("PADDLE_DISTRI_BACKEND") != "gloo"
     return on_gpu and bool(chosen) and chosen != environment.get("GLOO_SOCKET_IFNAME", chosen)
 
 
 def _listen(address: str, callers: int) -> socket.socket:
-    """The kernel completes connections; no process needs to accept."""
+    """Opens a port; nobody needs to accept, as the kernel completes connections."""
     try:
         return socket.create_server((address, 0), backlog=callers)
-    except OSError:  # an address that only others see, behind a translation
+    except OSError:  # an address that only other hosts see, behind NAT
         return socket.create_server(("", 0), backlog=callers)
 
 
-def _call(address: str, port: int) -> OSError | None:
-    """Why there is no connection, None where there is one."""
+def _connect(address: str, port: int) -> OSError | None:
+    """Tries to connect; returns the error, or None."""
     try:
         socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
@@ -503,7 +505,7 @@ def _call(address: str, port: int) -> OSError | None:
 
 @contextmanager
 def separate_store(members: Sequence[int]) -> Iterator[None]:
-    """Inside, gloo's group has a store of its own. Collective.
+    """Gives gloo's group, inside the block, a store of its own.  Collective.
 
     Paddle 3.3.1 keeps the addresses of all groups under the same names (0, 1, ...), so members of a
     second group may read those of the first, and fail (`sizeof(impl_) == bytes.size()`, or a
@@ -516,7 +518,7 @@ def separate_store(members: Sequence[int]) -> Iterator[None]:
     if rank() == first:
         (port,) = free_ports(1)
         store = paddle_api.make_store(address, port, True)
-    port = all_gather_object(port)[first]  # who calls before it listens tries again after 3 s
+    port = all_gather_object(port)[first]  # a rank that calls too early retries after 3 s
     if rank() in members[1:]:
         store = paddle_api.make_store(address, port, False)
     with paddle_api.groups_at(store):
@@ -524,27 +526,27 @@ def separate_store(members: Sequence[int]) -> Iterator[None]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now, for what opens them itself."""
-    with contextlib.ExitStack() as held:
-        chosen = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in chosen:
-            each.bind(("", 0))
-        return [each.getsockname()[1] for each in chosen]
+    """Finds ports that are free now, for a program that opens them itself."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
-# Places of tcpi_notsent_bytes and tcpi_bytes_sent in struct tcp_info (linux/tcp.h, since 4.19).
+# Offsets of tcpi_notsent_bytes and tcpi_bytes_sent in struct tcp_info (linux/tcp.h, since 4.19).
 _WAITING, _WAITING_AT = struct.Struct("@I"), 144
 _SENT, _SENT_AT = struct.Struct("@Q"), 200
 _OPEN = Path("/proc/self/fd")
 
 
 def sent_bytes() -> int | None:
-    """Payload bytes sent over this process's open TCP connections.
+    """Counts the payload bytes sent over this process's open TCP connections.
 
     gloo and NCCL's socket transport keep theirs open, so the difference between two calls is what
     was sent in between: gradients and statistics, and what the store and heartbeats add, but no
     files.  Not counted: shared memory, NVLink, InfiniBand, TCP's own headers, and connections that
-    have been closed.  Sent again after a loss counts twice, as it does on the wire.
+    have been closed.  Bytes that are retransmitted count twice, as they do on the wire.
 
     Returns: None where the kernel does not say (another system than Linux, or before 4.19).
     """
@@ -553,22 +555,23 @@ def sent_bytes() -> int | None:
     total = 0
     for connection in _connections():
         try:
-            facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            tcp_info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:  # not a TCP socket
             continue
-        if len(facts) < _SENT_AT + _SENT.size:
+        if len(tcp_info) < _SENT_AT + _SENT.size:
             return None
         # A collective ends when its last bytes are in the kernel, not when they are on the way.
-        total += _WAITING.unpack_from(facts, _WAITING_AT)[0] + _SENT.unpack_from(facts, _SENT_AT)[0]
+        total += _WAITING.unpack_from(tcp_info, _WAITING_AT)[0]
+        total += _SENT.unpack_from(tcp_info, _SENT_AT)[0]
     return total
 
 
 def disable_nagle() -> None:
     """Disables Nagle's algorithm on this process's connections.
 
-    Paddle's store sends what belongs together in several small pieces, and the kernel holds back
-    each second one until the first was acknowledged, which takes the other side 40 ms: an `add` at
-    the store took 44 ms, and takes 0.05 ms so.
+    Paddle's store sends a request in several small pieces, and the kernel holds back each second
+    one until the first was acknowledged, which takes the other side 40 ms: an `add` at the store
+    takes 44 ms with the algorithm and 0.05 ms without.
     """
     if not _OPEN.is_dir():
         return
@@ -578,7 +581,7 @@ def disable_nagle() -> None:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """Duplicates of this process's stream sockets."""
+    """Yields duplicates of this process's stream sockets."""
     for name in os.listdir(_OPEN):
         try:
             if not os.readlink(_OPEN / name).startswith("socket:"):

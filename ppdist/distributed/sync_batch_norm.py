@@ -29,13 +29,14 @@ class SyncBatchNorm2D(nn.BatchNorm2D):
     nn.BatchNorm2D; a layer that normalises by its running statistics (frozen) goes on to.
 
     Attributes:
-        counts: False while this rank only keeps the others company with a blank image, which must
-            not enter the statistics.
+        counts: False while this rank takes part with a blank image only, which must not enter the
+            statistics.
     """
 
     counts = True
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Normalises [B, C, H, W] by the statistics of all ranks.  Collective in training."""
         if not self.training or paddle_api.normalises_by_running(self):
             return super().forward(x_BCHW)
         with paddle.amp.auto_cast(enable=False):  # statistics are float32 in every precision
@@ -72,8 +73,8 @@ class _Normalize(PyLayer):
     ):
         batch, channels, height, width = x_BCHW.shape
         count, sum_C = paddle.full([1], float(batch * height * width)), x_BCHW.sum([0, 2, 3])
-        own_N = paddle.concat([count, sum_C])  # N = 1 + C
-        all_N = collectives.all_reduce_sum(own_N if counts else paddle.zeros_like(own_N))
+        local_N = paddle.concat([count, sum_C])  # N = 1 + C
+        all_N = collectives.all_reduce_sum(local_N if counts else paddle.zeros_like(local_N))
         count, sum_C = all_N.split([1, channels])
         mean_C = sum_C / count
         centred_BCHW = x_BCHW - mean_C.reshape([1, -1, 1, 1])
