@@ -1,7 +1,7 @@
-"""Where a path of a data set leads: to a disk, through a tar shard, into a store.
+"""Addresses of files of a data set: on a disk, in a tar shard, in an object store.
 
-A path is what it was: `/data/images/a.jpg`; through a shard `/data/shards/train-000003.tar/a.jpg`;
-in a store `s3://bucket/images/a.jpg`, and both at once.
+A path keeps its plain form: `/data/images/a.jpg`; through a shard
+`/data/shards/train-000003.tar/a.jpg`; in a store `s3://bucket/images/a.jpg`, and both at once.
 """
 
 import os
@@ -15,31 +15,31 @@ _CREDENTIALS = re.compile(r"//[^/]*@|[?&](X-|sig=|token=|key=|Signature|AWSAcces
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is in a store."""
-    found = _REMOTE.match(os.fspath(path))
-    return found is not None and found[1] != "file"
+    """Returns True if a path is in an object store."""
+    match = _REMOTE.match(os.fspath(path))
+    return match is not None and match[1] != "file"
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """URL of a path in a store; of a local one, absolute."""
+    """Makes a path absolute; one in a store becomes its URL."""
     text = os.fspath(path)
     if text.startswith("file:/"):
         return "/" + text[len("file:") :].lstrip("/")
-    found = _REMOTE.match(text)
-    return os.path.abspath(text) if found is None else f"{found[1]}://{text[found.end() :]}"
+    match = _REMOTE.match(text)
+    return os.path.abspath(text) if match is None else f"{match[1]}://{text[match.end() :]}"
 
 
 def holds_credentials(path: str) -> bool:
-    """Whether an address contains a user or a signature."""
+    """Returns True if an address contains a user or a signature."""
     return is_remote(path) and _CREDENTIALS.search(absolute(path)) is not None
 
 
 def folder_of(root: str, name: str = "") -> Path:
-    """A folder, or what is relative to it; an address stays one."""
+    """Joins a folder and what is relative to it; an address stays an address."""
     if is_remote(name) or name.startswith("file:/"):
         root, name = name, ""
-    place = absolute(root) if root.startswith("file:/") else root
-    return Path(place, name)
+    folder = absolute(root) if root.startswith("file:/") else root
+    return Path(folder, name)
 
 
 class Place(NamedTuple):
@@ -51,13 +51,13 @@ class Place(NamedTuple):
 
 
 def place_in_shard(path: str) -> Place | None:
-    """Where a path leads through a tar file; None: it does not.
+    """Splits a path through a tar file into folder, shard and name; None: it is no such path.
 
-    On disk a folder may be called so, too, and is one.
+    A folder on disk whose name ends with .tar is a plain folder.
     """
     begin = 0
-    while (at := path.find(f"{SHARD_SUFFIX}/", begin)) >= 0:
-        begin = at + len(SHARD_SUFFIX)
+    while (position := path.find(f"{SHARD_SUFFIX}/", begin)) >= 0:
+        begin = position + len(SHARD_SUFFIX)
         shard, name = path[:begin], path[begin + 1 :]
         if is_remote(path) or os.path.isfile(shard):
             return Place(*os.path.split(shard), name)
@@ -65,5 +65,5 @@ def place_in_shard(path: str) -> Place | None:
 
 
 def is_in_shard(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a tar file, or leads through one."""
+    """Returns True if a path is a tar file, or leads through one."""
     return place_in_shard(f"{os.fspath(path)}/") is not None

@@ -1,59 +1,59 @@
-"""Options that several commands share: which experiment, how many, how long."""
+"""Types of command-line options: counts, shares, times, sizes; for `type=` of argparse."""
 
 import argparse
 import re
 from collections.abc import Callable
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """For `type=` of an option: a whole number, so large at least."""
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Returns the type of an option that takes a whole number of at least `minimum`."""
 
-    def number(text: str) -> int:
-        if not text.lstrip("+-").isdecimal() or int(text) < least:
+    def parse(text: str) -> int:
+        if not text.lstrip("+-").isdecimal() or int(text) < minimum:
             raise argparse.ArgumentTypeError(
-                f"expected a whole number, {least} or more, found {text!r}"
+                f"expected a whole number, {minimum} or more, found {text!r}"
             )
         return int(text)
 
-    return number
+    return parse
 
 
 def share(text: str) -> float:
-    """For `type=` of an option: 0..1."""
+    """Parses the value of an option that takes a number from 0 to 1."""
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = -1.0
-    if not 0 <= found <= 1:
+        value = -1.0
+    if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, found {text!r}")
-    return found
+    return value
 
 
 def time_in(unit: str) -> Callable[[str], float]:
-    """For `type=` of an option: a time above 0.
+    """Returns the type of an option that takes a time above 0.
 
-    Args: unit: for the message.
+    Args: unit: of the time, for the message.
     """
 
-    def number(text: str) -> float:
+    def parse(text: str) -> float:
         try:
-            found = float(text)
+            value = float(text)
         except ValueError:
-            found = 0.0
-        if not 0 < found < float("inf"):
+            value = 0.0
+        if not 0 < value < float("inf"):
             raise argparse.ArgumentTypeError(f"expected a number of {unit} above 0, found {text!r}")
-        return found
+        return value
 
-    return number
+    return parse
 
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def byte_count(text: str) -> int:
-    """For `type=` of an option: 256MB or 1GiB, in bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", text, re.IGNORECASE)
-    count = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    """Parses the value of an option that takes a size, such as 256MB or 1GiB, into bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", text, re.IGNORECASE)
+    count = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if count < 1:
         raise argparse.ArgumentTypeError(f"expected a size such as 256MB or 1GiB, found {text!r}")
     return count

@@ -42,7 +42,7 @@ from ppdist.runtime.writer_thread import TERMINAL, Screen
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LOOK_SECONDS = 0.2  # between two checks of a program
 _REAP_SECONDS = 1.0  # a killed process that waits for a dead disk may never end
-_DEADLY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
 # Other launchers set these to the number of copies of a command that they started.
@@ -72,7 +72,7 @@ def python_module(name: str, *arguments: str) -> list[str]:
 
 def own_environment() -> dict[str, str]:
     """Returns the environment for a program that must not take itself for a rank of a launcher."""
-    ours = (
+    launcher_variables = (
         *COPIES_VARIABLES,
         EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, MIN_HOSTS_VARIABLE, RESTART_VARIABLE,
         SKIP_STEP_VARIABLE,
@@ -80,7 +80,7 @@ def own_environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("PADDLE_") and name not in ours
+        if not name.startswith("PADDLE_") and name not in launcher_variables
     }
 
 
@@ -126,17 +126,17 @@ def start(
 def start_here(command: Sequence[str], **settings: Any) -> Process:
     """Starts a program that gets SIGTERM when this process ends.
 
-    Ctrl-C, which reaches it, too, waits until it listens (`hear_interrupt`, or `release_signals` of
-    a launcher): a Python that still starts would print a traceback.
+    Ctrl-C reaches it as well, and is held until the program listens (`hear_interrupt`, or
+    `release_signals` of a launcher): a Python that still starts would print a traceback.
     """
-    alike = {"stdin": None, "start_new_session": False, **settings}
-    return start(command, ends_by=signal.SIGTERM, held=(signal.SIGINT,), **alike)
+    here_settings = {"stdin": None, "start_new_session": False, **settings}
+    return start(command, ends_by=signal.SIGTERM, held=(signal.SIGINT,), **here_settings)
 
 
 def output_of(
     command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> tuple[int, str, str] | None:
-    """Exit code, stdout and stderr of a program; None: timeout.
+    """Runs a program; returns its exit code, stdout and stderr, or None at the timeout.
 
     Raises: OSError: it cannot be started.
     """
@@ -186,38 +186,39 @@ def run_command(
 def end_with_parent(number: int, parent: int) -> None:
     """Makes the kernel signal this process when its parent ends.
 
-    A parent that has already ended counts, too.
+    If the parent has already ended, the signal comes at once.
 
-    Args: parent: its process id, taken before it could end.
+    Args: parent: process id of the parent, read before it could end.
     """
-    _ending_with(number, parent)()
+    _make_death_signal(number, parent)()
 
 
 def ends_with_this(number: int) -> Callable[[], None]:
-    """As `end_with_parent`, for the first call of a forked child.
+    """Prepares `end_with_parent` for a forked child, which calls the result first.
 
-    Created before the fork, because another thread may hold the linker's lock during it.  It does
-    nothing outside the main thread: the kernel takes the end of the forking thread for the end of
-    its process.
+    Call it before the fork, because another thread may hold the linker's lock during it.  The
+    result does nothing outside the main thread: the kernel takes the end of the forking thread for
+    the end of its process.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    return _ending_with(number, os.getpid())
+    return _make_death_signal(number, os.getpid())
 
 
-def _ending_with(number: int, parent: int) -> Callable[[], None]:
+def _make_death_signal(number: int, parent: int) -> Callable[[], None]:
+    """Returns a function that makes the kernel send signal `number` when `parent` ends."""
     try:
         prctl = ctypes.CDLL(None).prctl
     except (OSError, AttributeError):  # not Linux: children must check for their parent
         return lambda: None
     words = [ctypes.c_ulong(word) for word in (number, 0, 0, 0)]
 
-    def ask() -> None:
+    def set_death_signal() -> None:
         prctl(_PR_SET_PDEATHSIG, *words)
-        if os.getppid() != parent:  # it ended before we asked
+        if os.getppid() != parent:  # the parent ended before the call
             os.kill(os.getpid(), number)
 
-    return ask
+    return set_death_signal
 
 
 class ForkedChild:
@@ -231,7 +232,7 @@ class ForkedChild:
 
     def __init__(self, work: Callable[[], object]) -> None:
         """Raises: OSError: too little memory, or too many processes."""
-        end_with_us = ends_with_this(signal.SIGKILL)
+        set_death_signal = ends_with_this(signal.SIGKILL)
         with warnings.catch_warnings():  # Python 3.12 warns of forking beside threads of Paddle's,
             warnings.simplefilter("ignore", DeprecationWarning)  # which a child never touches
             self.pid = os.fork()
@@ -239,8 +240,8 @@ class ForkedChild:
             return
         code = 1
         try:
-            end_with_us()
-            for number in _DEADLY:  # no page-long report of Paddle's, and no core file
+            set_death_signal()
+            for number in _CRASH_SIGNALS:  # no page-long report of Paddle's, and no core file
                 signal.signal(number, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             work()
@@ -258,19 +259,19 @@ class ForkedChild:
                 os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> int | None:
-        """Kills it.
+        """Kills it and waits a second for its end.
 
-        Returns: its exit code, negative for a signal; None: unknown, or not gone within a second.
+        Returns: its exit code, negative for a signal; None: unknown, or it has not ended.
         """
         self.kill()
         deadline = time.monotonic() + _REAP_SECONDS
         while self.pid and time.monotonic() < deadline:
             try:
-                process, status = os.waitpid(self.pid, os.WNOHANG)
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:  # already reaped elsewhere
                 self.pid = 0
                 return None
-            if process:
+            if pid:
                 self.pid = 0
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.002)
@@ -278,24 +279,24 @@ class ForkedChild:
 
 
 def run_in_child(work: Callable[[], object], seconds: float) -> str:
-    """Runs work in a forked child, whose crash harms nothing here.
+    """Runs `work` in a forked child, so that its crash harms nothing here.
 
     The child's log messages are logged here.
 
     Args: work: see ForkedChild; seconds: the timeout.
-    Returns: how it failed; "": it did not.
+    Returns: the failure as text; "": there is none.
     """
-    ours, theirs = os.pipe()
+    read_end, write_end = os.pipe()
     for stream in (sys.stdout, sys.stderr):  # else the child would write the buffer again
         if not isinstance(stream, Screen):
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
     TERMINAL.flush()
 
-    def logged() -> None:
-        os.close(ours)
+    def work_with_log() -> None:
+        os.close(read_end)
         logger = logging.getLogger("ppdist")
-        logger.handlers = [_PipeHandler(theirs)]
+        logger.handlers = [_PipeHandler(write_end)]
         try:
             work()
         except BaseException as error:
@@ -303,14 +304,14 @@ def run_in_child(work: Callable[[], object], seconds: float) -> str:
             os._exit(1)
 
     try:
-        child = ForkedChild(logged)
+        child = ForkedChild(work_with_log)
     except OSError as error:
-        os.close(ours)
-        os.close(theirs)
+        os.close(read_end)
+        os.close(write_end)
         return f"no process for it: {error.strerror}"
-    os.close(theirs)
-    in_time = _pass_on(ours, time.monotonic() + seconds)
-    os.close(ours)
+    os.close(write_end)
+    in_time = _forward_log(read_end, time.monotonic() + seconds)
+    os.close(read_end)
     code = child.end()
     if not in_time:
         return f"not done after {seconds:g} s"
@@ -332,8 +333,8 @@ class _PipeHandler(logging.Handler):
             os.write(self._pipe, line.encode())
 
 
-def _pass_on(pipe: int, deadline: float) -> bool:
-    """Logs what arrives; returns whether the writer ended in time."""
+def _forward_log(pipe: int, deadline: float) -> bool:
+    """Logs the lines that arrive; returns True if the writer ended in time."""
     data, poll = b"", select.poll()  # select() takes no descriptor above 1023
     poll.register(pipe, select.POLLIN)
     while poll.poll(1000 * max(0.0, deadline - time.monotonic())):
@@ -342,7 +343,7 @@ def _pass_on(pipe: int, deadline: float) -> bool:
             return True
         *lines, data = (data + block).split(b"\n")
         for line in lines:
-            with suppress(ValueError):  # it died in the middle of one
+            with suppress(ValueError):  # the child died in the middle of a line
                 level, text = json.loads(line)
                 logging.getLogger("ppdist").log(level, "%s", text)
     return False

@@ -1,7 +1,4 @@
-"""Two lists of classes, matched by name.
-
-The one place where those of weights and data, teacher and student, or two files meet.
-"""
+"""Matching of two lists of classes by name: of weights and data, teacher and student, two files."""
 
 from collections.abc import Sequence
 
@@ -13,11 +10,11 @@ _MOST_SHOWN = 100  # names of a list in a message; COCO has 80
 def tell_apart(names: Sequence[str]) -> bool:
     """Returns True if names say which class is which.
 
-    They do not if there are none, if one occurs twice, or if all are numbers (`class 3`, too).
+    They do not if there are none, if one occurs twice, or if all are numbers (`class 3` is one).
     """
-    plain = [_plain(name) for name in names]
-    numbers = all(name.removeprefix("class").strip().isdecimal() for name in plain)
-    return not numbers and len(set(plain)) == len(plain)
+    normalized = [_normalize(name) for name in names]
+    numbers = all(name.removeprefix("class").strip().isdecimal() for name in normalized)
+    return not numbers and len(set(normalized)) == len(normalized)
 
 
 def match_classes(names: Sequence[str], other_names: Sequence[str]) -> list[int | None]:
@@ -25,10 +22,10 @@ def match_classes(names: Sequence[str], other_names: Sequence[str]) -> list[int 
 
     Case and spaces around a name do not count; of equal names the first counts.
 
-    Returns: for each of `names` its index in `other_names`, or None.
+    Returns: for each name its index in `other_names`, or None.
     """
-    places = {_plain(name): place for place, name in reversed([*enumerate(other_names)])}
-    return [places.get(_plain(name)) for name in names]
+    places = {_normalize(name): place for place, name in reversed([*enumerate(other_names)])}
+    return [places.get(_normalize(name)) for name in names]
 
 
 def require_same_classes(
@@ -58,17 +55,17 @@ def classes_differ(
     Args: see `require_same_classes`.
     """
     return ConfigError(
-        f"its classes are {_listed(other_names)}; those of {owner} are {_listed(names)}",
+        f"its classes are {_list_names(other_names)}; those of {owner} are {_list_names(names)}",
         code="classes_differ",
         where=where,
         fix=fix,
     )
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     return name.strip().casefold()
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     more = len(names) - _MOST_SHOWN
     return ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""Digests of the files of ppdist: ranks compare them, a checkpoint holds their sum."""
+"""Digests of the files of ppdist: ranks compare them, a checkpoint holds one of all."""
 
 import json
 from functools import cache

@@ -1,7 +1,7 @@
-"""What a run says: the console with its moving bar, and train.log.
+"""Output of a run to people: the console with its moving bar, and train.log.
 
     EarlyLog     the console until the run owns its output folder
-    ProgressBar  how far it is, on a terminal
+    ProgressBar  the progress of the run, on a terminal
 
 Lines are written in threads: no step waits for a terminal or a disk.
 """
@@ -27,12 +27,12 @@ from ppdist.runtime.writer_thread import TERMINAL, Screen, WriterThread
 _LOGGER = logging.getLogger("ppdist")
 _PLAIN_WIDTH = 80  # of the console where there is no terminal
 _REFRESH_SECONDS = 0.2
-_OPENING_LINES = 6  # of warnings on the console before the first step
-_WARNING_LINES = 2  # of each
+_OPENING_LINES = 6  # of all warnings on the console before the first step
+_WARNING_LINES = 2  # of each of them
 
 
 def console_on(screen: Screen) -> Console:
-    """Console of plain text, in Jupyter, too.
+    """Makes a console of plain text, also in Jupyter.
 
     There rich would draw tables as HTML, and print the bar again at each move.
     """
@@ -55,7 +55,7 @@ class ProgressBar:
 
     def move(self, step: int, text: str) -> None:
         """Shows how far the run is."""
-        if TERMINAL.waiting:  # it is behind, so an update would be stale
+        if TERMINAL.waiting:  # the terminal is behind, so an update would be stale
             return
         now = time.monotonic()
         if self._bar is None:
@@ -64,7 +64,7 @@ class ProgressBar:
                 TextColumn("{task.description}", markup=False),
                 console=self._console,
                 transient=True,
-                auto_refresh=False,  # no thread: DataLoader workers are forked beside us
+                auto_refresh=False,  # no thread: DataLoader workers are forked from this process
             )
             self._bar.start()
             self._task = self._bar.add_task("", total=self._total)
@@ -104,12 +104,12 @@ class Opening:
     left: int = _OPENING_LINES
     withheld: int = 0
 
-    def short(self, text: str) -> str:
-        """The beginning of a message; "": no room is left."""
-        most = _WARNING_LINES * self.width
+    def shorten(self, text: str) -> str:
+        """Shortens a message to the lines that are left; "": none are."""
+        limit = _WARNING_LINES * self.width
         text = " ".join(text.split())
-        if len(text) > most:
-            text = _cut(text, most)
+        if len(text) > limit:
+            text = _shorten_words(text, limit)
         lines = math.ceil(len(text) / self.width)
         if lines > self.left:
             self.withheld += 1
@@ -118,11 +118,11 @@ class Opening:
         return text
 
 
-def _cut(text: str, most: int) -> str:
-    """The beginning of a message, in whole words, and the page or command that it ends with."""
-    end = re.search(r" (`[^`]+`|\S*/\S+)$", text)
-    tail = " ..." + (end[0] if end and len(end[0]) < most // 2 else "")
-    head = text[: most - len(tail) + 1]
+def _shorten_words(text: str, limit: int) -> str:
+    """Shortens a message to whole words, but keeps the page or command at its end."""
+    link = re.search(r" (`[^`]+`|\S*/\S+)$", text)
+    tail = " ..." + (link[0] if link and len(link[0]) < limit // 2 else "")
+    head = text[: limit - len(tail) + 1]
     return f"{(head.rpartition(' ')[0] or head[:-1]).rstrip(',;:')}{tail}"
 
 
@@ -130,7 +130,7 @@ class EarlyLog:
     """Rank 0's log until the run owns its output folder.
 
     The console shows messages meanwhile; `RunLog` copies them into train.log.  If an error ends the
-    run before there is a train.log, warnings that were cut are printed in full.
+    run before that, warnings that were shortened are printed in full.
     """
 
     def __init__(self, main: bool) -> None:
@@ -138,21 +138,21 @@ class EarlyLog:
         self._main = main
         console = console_on(Screen(sys.stdout))
         self._to_console = ConsoleHandler(console)
-        self._keeper = BufferingHandler(sys.maxsize)
-        self.records: list[logging.LogRecord] = self._keeper.buffer
+        self._buffer = BufferingHandler(sys.maxsize)
+        self.records: list[logging.LogRecord] = self._buffer.buffer
         self.opening = self._to_console.opening = Opening(console.width)
 
     def __enter__(self) -> "EarlyLog":
         if self._main:
-            self._before = [*_LOGGER.handlers], _LOGGER.level, _LOGGER.propagate
-            _LOGGER.handlers, _LOGGER.propagate = [self._to_console, self._keeper], False
+            self._original = [*_LOGGER.handlers], _LOGGER.level, _LOGGER.propagate
+            _LOGGER.handlers, _LOGGER.propagate = [self._to_console, self._buffer], False
             _LOGGER.setLevel(logging.INFO)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self._main:
             return
-        _LOGGER.handlers, level, _LOGGER.propagate = self._before
+        _LOGGER.handlers, level, _LOGGER.propagate = self._original
         _LOGGER.setLevel(level)
         for record in self.records if kind else ():
             if getattr(record, "cut", False):
@@ -160,9 +160,9 @@ class EarlyLog:
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints through rich, above a moving bar if there is one.
+    """A log handler that prints through rich, above a moving bar if there is one.
 
-    opening: while set, warnings are shortened.
+    Attributes: opening: while it is set, warnings are shortened.
     """
 
     def __init__(self, console: Console) -> None:
@@ -173,20 +173,20 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "detail", False):
             return
-        warns = record.levelno >= logging.WARNING
+        is_warning = record.levelno >= logging.WARNING
         text = log_line(record)
-        if self.opening is not None and (warns or getattr(record, "note", False)):
-            short = self.opening.short(text)
-            record.cut = short != text
-            text = short
+        if self.opening is not None and (is_warning or getattr(record, "note", False)):
+            shortened = self.opening.shorten(text)
+            record.cut = shortened != text
+            text = shortened
         if not text:
             return
-        style = "yellow" if warns else ""
+        style = "yellow" if is_warning else ""
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 class LogFileHandler(logging.Handler):
-    """Hands lines of train.log to the thread that writes them."""
+    """A log handler that hands lines of train.log to the thread that writes them."""
 
     def __init__(self, path: Path, files: WriterThread) -> None:
         super().__init__()

@@ -13,18 +13,18 @@ from pathlib import Path
 
 from ppdist.common.machine import is_alive
 
-_ABANDONED_SECONDS = 24 * 3600.0  # whatever process has the number of an older one
+_ABANDONED_SECONDS = 24 * 3600.0  # after which a draft is deleted even if its pid is in use
 
 
 def remove_drafts(folder: Path, names: str) -> None:
-    """Deletes drafts of this host's ended processes; others after a day.
+    """Deletes drafts of this host's ended processes, and any draft after a day.
 
-    Args: names: regular expression of what they are drafts of.
+    Args: names: regular expression of the names of the files that are drafted.
     """
     pattern = re.compile(rf"\.({names})\.((?P<host>.+)\.)?(?P<pid>\d+)(\.x[0-9a-f]{{8}})?")
     for path in folder.glob(".*"):
-        made_by = pattern.fullmatch(path.name)
-        if made_by is None or _is_in_use(path, made_by["host"], int(made_by["pid"])):
+        owner = pattern.fullmatch(path.name)
+        if owner is None or _is_in_use(path, owner["host"], int(owner["pid"])):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -34,12 +34,12 @@ def remove_drafts(folder: Path, names: str) -> None:
 
 
 def _is_in_use(draft: Path, host: str | None, pid: int) -> bool:
-    """Whether a process may still write a draft, to this host's knowledge."""
+    """Returns True if a process may still write the draft, as far as this host can tell."""
     try:
-        old = time.time() - draft.lstat().st_mtime > _ABANDONED_SECONDS
+        is_old = time.time() - draft.lstat().st_mtime > _ABANDONED_SECONDS
     except OSError:  # gone already
         return True
-    if old or host is None:
+    if is_old or host is None:
         return False
     if host != socket.gethostname():
         return True

@@ -1,4 +1,4 @@
-"""Errors with codes, and failures as other processes hear them."""
+"""Errors with codes, and failures as they are sent to other processes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 class CodedError(Exception):
     """An error with a code; its text is `where: what; fix`.
 
-    Programs, tests and the launcher compare `code`, never the text; `kind` is that of the class.
+    Programs, tests and the launcher compare `code`, never the text; `kind` names the class.
 
     Args:
         what: what happened, with the values that were found and expected.
@@ -41,10 +41,7 @@ def _restore_error(
 
 
 class RankError(CodedError, RuntimeError):
-    """Another rank ended, failed or did not come.
-
-    The user finds the cause there.
-    """
+    """Another rank ended, failed or did not arrive; its own error is the cause."""
 
     kind = "rank"
 
@@ -82,7 +79,7 @@ class CheckpointError(UserError):
 class StorageError(CodedError, RuntimeError):
     """Storage became unreachable.
 
-    It is no user error, and a restart may find it back.
+    It is no user error, and a restart may succeed.
     """
 
     kind = "storage"
@@ -101,8 +98,8 @@ class LaunchError(UserError):
 
 
 _KINDS: dict[str, type[CodedError]] = {
-    each.kind: each
-    for each in (
+    error_class.kind: error_class
+    for error_class in (
         *(RankError, UserError, ConfigError, DataError, WeightsError, CheckpointError),
         *(ExportError, LaunchError, StorageError),
     )
@@ -112,7 +109,7 @@ CRASH, OUT_OF_MEMORY = "crash", "out_of_memory"
 LOST_RANK, RANK_FAILED, RANK_TIMEOUT = "lost_rank", "rank_failed", "rank_timeout"
 STORE_UNREACHABLE = "store_unreachable"
 FILES_LIMIT, MEMORY_LIMIT = "open_files_limit", "memory_limit"  # of a shell, see limits.py
-# The only place where texts decide: what gloo, NCCL, cuDNN, cuBLAS and CUDA say has no codes.
+# The only place where texts decide: errors of gloo, NCCL, cuDNN, cuBLAS and CUDA have no codes.
 _FOREIGN_SIGNS = {
     LOST_RANK: (
         *("gloo/transport", "pair.cc", "unbound_buffer.cc", "byte_sent"),
@@ -130,19 +127,19 @@ _FOREIGN_SIGNS = {
 
 
 def with_code(message: str, code: str) -> str:
-    """Appends its code to a message; a crash has none."""
+    """Appends the code to a message; a crash has none."""
     return message if code in ("", CRASH) else f"{message.rstrip()} [{code}]"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether less work at a time would have helped."""
+    """Returns True if a smaller batch would have avoided the error."""
     if isinstance(error, MemoryError):  # Paddle's own ResourceExhausted, too
         return True
     return isinstance(error, OSError) and _has_sign(error, OUT_OF_MEMORY)
 
 
 def limit_met(error: BaseException) -> str:
-    """The code of the limit that explains the error, or "".
+    """Returns the code of the limit that explains the error, or "".
 
     FILES_LIMIT or MEMORY_LIMIT.
     """
@@ -159,7 +156,7 @@ def _has_sign(error: BaseException, code: str) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process failed, as sent to other processes and hosts."""
+    """A failure of a process, as it is sent to other processes and hosts."""
 
     kind: str  # of a CodedError's class, or "crash"
     code: str
@@ -167,33 +164,33 @@ class Failure:
     from_rank: int | None = None  # see CodedError
 
     def of_rank(self, rank: int, host: str) -> "Failure":
-        """What the other ranks hear when it happened on this one."""
-        of_crash = self.kind == CRASH
+        """Converts a failure of this rank to the one that the other ranks report."""
+        is_crash = self.kind == CRASH
         return Failure(
-            kind=RankError.kind if of_crash else self.kind,
-            code=RANK_FAILED if of_crash else self.code,
+            kind=RankError.kind if is_crash else self.kind,
+            code=RANK_FAILED if is_crash else self.code,
             message=f"rank {rank} (host {host}) failed: {self.message}",
             from_rank=rank if self.from_rank is None else self.from_rank,
         )
 
     def error(self) -> CodedError:
-        """To be raised in the process that hears of it."""
+        """Makes the error to raise in the process that receives the failure."""
         error = _KINDS[self.kind](self.message, code=self.code)
         error.from_rank = self.from_rank
         return error
 
 
 def failure_of(error: BaseException, message: str = "") -> Failure:
-    """Classifies an exception; a crash unless it or its cause says otherwise.
+    """Classifies an exception; it is a crash unless it or its cause has a code.
 
-    Args: message: for the user, if it is more than the exception's text.
+    Args: message: for the user; the exception's text by default.
     """
     message = message or str(error)
-    each: BaseException | None = error
-    while each is not None:
-        if isinstance(each, CodedError) and (each is error or isinstance(each, RankError)):
-            return Failure(each.kind, each.code, message, each.from_rank)
-        if _has_sign(each, LOST_RANK):
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, CodedError) and (link is error or isinstance(link, RankError)):
+            return Failure(link.kind, link.code, message, link.from_rank)
+        if _has_sign(link, LOST_RANK):
             return Failure(RankError.kind, LOST_RANK, message)
-        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return Failure(CRASH, OUT_OF_MEMORY if is_out_of_memory(error) else CRASH, message)

@@ -10,22 +10,22 @@ from statistics import fmean, median
 EVALUATION, SAVING, IMAGES, TRAINING = "evaluation", "saving", "waiting for images", "training"
 PLOTTING, START_AND_END = "plots", "start and end"
 _KEPT_STEPS = 2000  # steps whose seconds are remembered; the later half counts
-_FEWEST_STEPS = 50  # unless the run is younger, so many count
-_LAST_PARTS = 3  # evaluations, saves: they change as the model learns
-_STALL = 10.0  # a step that takes more times the median than this met something that passes
-# Until the first evaluation an image of it is taken to cost this part of one of training.  Seen on
+_FEWEST_STEPS = 50  # at least so many count, once the run has made them
+_LAST_PARTS = 3  # newest evaluations and saves that count: they change as the model learns
+_STALL = 10.0  # a step of more than so many medians was disturbed, and counts as so many
+# Cost of an evaluated image in trained images, until the first evaluation was measured.  Seen on
 # CPUs, YOLOv5 n and s and PP-YOLOE s: 0.2 to 2.4 in the first evaluation (an untrained model scores
 # everything everywhere), mostly 0.6 in later ones.
 _EVALUATION_COST = 0.5
 
 
 class ETA:
-    """Wall seconds of one process by part, and the time left.
+    """The estimated time of arrival: wall seconds of one process by part, and the time left.
 
         left = steps * step + evaluations * evaluation + saves * save    (of those still to come)
 
-    Every part is measured as the run goes: an average over everything since the start would be
-    wrong until the first evaluation was seen, and again after each.
+    Every part is measured by itself: an average over everything since the start would be wrong
+    until the first evaluation, and again after each.
     """
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,11 +34,15 @@ class ETA:
         self._clock = clock
         self._began = clock()
         self._every = {EVALUATION: 0, SAVING: 0}  # optimizer steps; 0: never
-        self._evaluation_steps = 0.0  # what one evaluation is taken to cost before it was seen
+        self._evaluation_steps = (
+            0.0  # assumed cost of an evaluation, in steps, before one was measured
+        )
         self._seconds: dict[str, float] = defaultdict(float)
         self._between = 0.0  # seconds of evaluations, saves and plots so far
         self._steps_began = 0.0  # seconds outside of these, before the first step
-        self._last: tuple[int, float] | None = None  # the last step, and seconds outside of others
+        self._last: tuple[int, float] | None = (
+            None  # the last step, and seconds outside of the parts
+        )
         self._steps: deque[float] = deque(maxlen=_KEPT_STEPS)
         self._parts: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LAST_PARTS))
         self._done_at = dict.fromkeys(self._every, 0)  # the step after which it last was done
@@ -46,7 +50,7 @@ class ETA:
     def expect(
         self, evaluate_every: int, save_every: int, evaluation_images: int, images_per_step: int
     ) -> None:
-        """What comes between steps.
+        """Sets what comes between the steps.
 
         Args:
             evaluate_every, save_every: optimizer steps; 0: never.  Both also come at the end.
@@ -57,7 +61,7 @@ class ETA:
         self._evaluation_steps = _EVALUATION_COST * evaluation_images / max(1, images_per_step)
 
     def remember(self, evaluation_seconds: float) -> None:
-        """What an evaluation took before the run was resumed."""
+        """Records the seconds of an evaluation before the run was resumed."""
         self._parts[EVALUATION].append(evaluation_seconds)
 
     def begin_steps(self) -> None:
@@ -66,26 +70,26 @@ class ETA:
 
     @contextmanager
     def spending(self, part: str, step: int) -> Iterator[None]:
-        """Around a part that comes between steps; one may stand within another.
+        """Measures the block as a part between steps; one part may stand within another.
 
         Args: step: optimizer steps done.
         """
-        began, before = self._clock(), self._between
+        began, between_before = self._clock(), self._between
         try:
             yield
         finally:
-            own = self._clock() - began - (self._between - before)
-            self._between += own
-            self._seconds[part] += own
-            self._parts[part].append(own)
+            part_seconds = self._clock() - began - (self._between - between_before)
+            self._between += part_seconds
+            self._seconds[part] += part_seconds
+            self._parts[part].append(part_seconds)
             self._done_at[part] = step
 
     def stepped(self, step: int, waited: float) -> None:
-        """A step was made.
+        """Records a finished step.
 
         Args:
             step: optimizer steps done.
-            waited: seconds of it in which there were no images.
+            waited: seconds of it spent waiting for images.
         """
         self._seconds[IMAGES] += waited
         outside = self._clock() - self._began - self._between
@@ -94,34 +98,36 @@ class ETA:
         self._last = step, outside
 
     def left(self, step: int) -> float | None:
-        """Seconds until the end; None: too few steps were made to say.
+        """Estimates the seconds until the end; None: too few steps were made to say.
 
         Args: step: optimizer steps done.
         """
         if not self._steps:
             return None
-        each = self._step_seconds()
-        seconds = (self._total_steps - step) * each
+        step_seconds = self._step_seconds()
+        seconds = (self._total_steps - step) * step_seconds
         for part, every in self._every.items():
-            # How often it still comes, at this step included if it was not done yet.
+            # The number that remain, with the one of this step if it has not been done yet.
             since = max(step - 1, self._done_at[part])
             if every and since < self._total_steps:
-                unseen = self._evaluation_steps * each if part == EVALUATION else 0.0
-                times = math.ceil(self._total_steps / every) - since // every
-                seconds += times * fmean(self._parts[part] or [unseen])
+                assumed = self._evaluation_steps * step_seconds if part == EVALUATION else 0.0
+                count = math.ceil(self._total_steps / every) - since // every
+                seconds += count * fmean(self._parts[part] or [assumed])
         return seconds
 
     def closing(self) -> float:
-        """Longest recent seconds of a step, an evaluation and a save together."""
-        each = self._step_seconds() if self._steps else 0.0
-        seconds = 2 * each + max(self._parts[SAVING], default=0.0)
+        """Returns the longest recent seconds of a step, an evaluation and a save together."""
+        step_seconds = self._step_seconds() if self._steps else 0.0
+        seconds = 2 * step_seconds + max(self._parts[SAVING], default=0.0)
         if self._every[EVALUATION]:
-            # A first evaluation takes up to five times of what is guessed, see _EVALUATION_COST.
-            seconds += max(self._parts[EVALUATION], default=5 * self._evaluation_steps * each)
+            # A first evaluation takes up to five times the assumed cost, see _EVALUATION_COST.
+            seconds += max(
+                self._parts[EVALUATION], default=5 * self._evaluation_steps * step_seconds
+            )
         return seconds
 
     def seconds(self) -> dict[str, float]:
-        """Wall seconds by part; `start and end` is the rest."""
+        """Returns the wall seconds by part; `start and end` is the rest."""
         total = self._clock() - self._began
         steps = self._last[1] - self._steps_began if self._last is not None else 0.0
         parts = {TRAINING: steps - self._seconds.get(IMAGES, 0.0), **self._seconds}
@@ -129,16 +135,16 @@ class ETA:
 
     def _step_seconds(self) -> float:
         recent = list(self._steps)[-max(_FEWEST_STEPS, len(self._steps) // 2) :]
-        most = _STALL * median(recent)
-        return fmean(min(each, most) for each in recent)
+        longest = _STALL * median(recent)
+        return fmean(min(seconds, longest) for seconds in recent)
 
 
 def duration(seconds: float) -> str:
-    """`1d 2h`, `2h 05m`, `4m 07s` or `9s`."""
-    whole = round(max(0.0, seconds))
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    """Formats seconds as `1d 2h`, `2h 05m`, `4m 07s` or `9s`."""
+    total_seconds = round(max(0.0, seconds))
+    minutes, hours, days = total_seconds // 60, total_seconds // 3600, total_seconds // 86400
     if days:
         return f"{days}d {hours % 24}h"
     if hours:
         return f"{hours}h {minutes % 60:02d}m"
-    return f"{minutes}m {whole % 60:02d}s" if minutes else f"{whole}s"
+    return f"{minutes}m {total_seconds % 60:02d}s" if minutes else f"{total_seconds}s"

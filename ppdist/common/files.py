@@ -2,8 +2,8 @@
 
 A path that cannot be written is the user's error.  All files are written by functions of this
 module: a file is replaced, never opened through a link.  A folder of results may come from somebody
-else, in an archive that keeps links: whoever opened `train.log` there for writing would write to
-whatever file it names.  Two trainings must not write into one folder: the second is refused while
+else, in an archive that keeps links: opening `train.log` there for writing would write to whatever
+file the link names.  Two trainings must not write into one folder: the second is refused while
 the first lives.
 """
 
@@ -32,7 +32,7 @@ from ppdist.common.errors import ConfigError, UserError
 _LOGGER = logging.getLogger("ppdist")
 _BLOCK_BYTES = 1 << 20
 _REPLACED = (stat.S_IFREG, stat.S_IFLNK)
-_NAME_BYTES, _NAME_LETTERS = 100, 25  # of a path in its draft's name; a file system allows 255
+_NAME_BYTES, _NAME_LETTERS = 100, 25  # of a file's name in its draft's; a file system allows 255
 _NO_FILES = (stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK)  # a pipe would block its writer
 _DRAFT_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -54,8 +54,8 @@ def draft_of(path: Path) -> Path:
 def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
     """Yields a file that replaces `path` when the block succeeds.
 
-    Args: sync: to disk before the file is replaced, so that it survives a power failure.
-    Raises: OSError: it cannot be written; what was there before stays.
+    Args: sync: flushes to disk before the file is replaced, so that it survives a power failure.
+    Raises: OSError: it cannot be written; the previous file stays.
     """
     draft = draft_of(path)
     try:
@@ -103,14 +103,14 @@ def open_own(path: Path, mode: str, **options: Any) -> IO[Any]:
 def own_handle(path: str | Path, flags: int, mode: int = 0o666) -> int:
     """Opens a file that has no other name for writing, as `os.open` does.
 
-    A link or a pipe there is deleted.  Of a file with more names, as `cp -al` makes, this one gets
-    a copy of its own: the other keeps its content.
+    A link or a pipe there is deleted.  A file with further names, as `cp -al` makes, is copied
+    first, so that the other names keep their content.
 
     Raises: OSError.
     """
     with suppress(FileNotFoundError):
-        there = os.lstat(path)
-        if stat.S_ISREG(there.st_mode) and there.st_nlink > 1:
+        status = os.lstat(path)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
             with replacing(Path(path)) as copy:
                 if not flags & os.O_TRUNC:
                     _copy(path, copy)
@@ -118,7 +118,7 @@ def own_handle(path: str | Path, flags: int, mode: int = 0o666) -> int:
 
 
 def linkless_handle(path: str | Path, flags: int, mode: int = 0o666) -> int:
-    """`os.open` for writing, after deleting a link or a pipe there.
+    """Opens a file for writing, as `os.open` does, after deleting a link or a pipe there.
 
     Raises: OSError.
     """
@@ -150,7 +150,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def is_disk_full(error: OSError) -> bool:
-    """No room is left there, or none that this user may take."""
+    """Returns True if no space is left on the disk, or none that this user may take."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -217,7 +217,7 @@ def require_no_links(folder: Path) -> None:
 
 
 def user_cache() -> Path | None:
-    """This user's ppdist cache folder; None: the user has no home.
+    """Returns this user's ppdist cache folder; None: the user has no home.
 
     It lies in $XDG_CACHE_HOME or ~/.cache and holds what ppdist can recreate.
     """
@@ -246,15 +246,15 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def read_file(path: str | Path, most_bytes: int) -> bytes:
-    """All bytes of a file that is one.
+    """Reads all bytes of a regular file.
 
-    Raises: OSError: as `open_file`, or it has more bytes than that.
+    Raises: OSError: as `open_file`, or it has more than `most_bytes`.
     """
     with open_file(path) as file:
         size, content = os.fstat(file.fileno()).st_size, b""
         if 0 < size <= most_bytes:
             content = file.read(size)
-        elif size == 0:  # files of /proc, too, whatever they hold
+        elif size == 0:  # files of /proc have this size as well, whatever they hold
             blocks = iter(lambda: file.read(_BLOCK_BYTES), b"")
             content = b"".join(islice(blocks, most_bytes // _BLOCK_BYTES + 1))
             size = len(content)
@@ -264,37 +264,37 @@ def read_file(path: str | Path, most_bytes: int) -> bytes:
 
 
 def too_large(size: int, most_bytes: int, path: str | Path) -> OSError:
-    """The error `read_file` raises for a file that is too large."""
+    """Makes the error that `read_file` raises for a file that is too large."""
     return OSError(
         errno.EFBIG, f"too large: {size} bytes, expected at most {most_bytes}", str(path)
     )
 
 
 def digest_of_file(path: Path) -> str:
-    """16-character digest of a file's content, or why it cannot be read."""
+    """Computes a 16-character digest of a file's content, or says why it cannot be read."""
     content = hashlib.blake2b(digest_size=8)
     try:
         with open_file(path) as file:
             while block := file.read(_BLOCK_BYTES):
                 content.update(block)
     except OSError as error:
-        return f"cannot be read: {error.strerror}"  # loading it says more
+        return f"cannot be read: {error.strerror}"  # loading the file reports more
     return content.hexdigest()
 
 
 def digest_of_text(text: str) -> str:
-    """A fingerprint of a text to compare, 16 characters."""
+    """Computes a 16-character digest of a text, to compare."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def bytes_of(path: Path) -> bytes:
-    """All bytes of a file of ours.  Raises: OSError: as `open_file`."""
+    """Reads all bytes of a file of ppdist's.  Raises: OSError: as `open_file`."""
     with open_file(path) as file:
         return file.read()
 
 
 def text_of(path: Path, errors: str = "strict") -> str:
-    """The UTF-8 text of a file of ours.
+    """Reads a UTF-8 text file of ppdist's.
 
     Raises: OSError: as `open_file`.  UnicodeDecodeError: with `errors` "strict".
     """
@@ -302,7 +302,7 @@ def text_of(path: Path, errors: str = "strict") -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Content of a JSON file; None if it is missing or broken."""
+    """Reads a JSON file; returns None if it is missing or broken."""
     with suppress(OSError, ValueError, RecursionError):
         return json.loads(text_of(path))
     return None
@@ -313,7 +313,7 @@ def write_json(
 ) -> None:
     """Writes JSON in UTF-8 atomically.
 
-    A file name that is not UTF-8 gets JSON's escapes of the characters Python has for its bytes.
+    Bytes of a file name that are not UTF-8, which Python keeps as surrogates, become JSON escapes.
 
     Args: sync: see `replacing`.
     Raises: UserError: it cannot be written.
@@ -324,7 +324,7 @@ def write_json(
 def write_text(path: Path, text: str, *, sync: bool = False) -> None:
     """Writes text in UTF-8 as `write_whole` does.
 
-    Characters that UTF-8 cannot hold, of file names in other encodings, become escapes.
+    Characters that UTF-8 cannot hold, from file names in other encodings, become escapes.
     """
     write_whole(path, text.encode("utf-8", errors="backslashreplace"), sync=sync)
 
@@ -384,18 +384,18 @@ def append(path: Path, data: bytes) -> None:
         append_whole(file, data)
 
 
-_LOCK_TRIES = 5  # of a file that is replaced at each try
-_LOOKING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+_LOCK_TRIES = 5  # for a file that is replaced meanwhile
+_PROBE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(eq=False)
 class FileLock:
     """A lock between processes on a file; it ends with its process.
 
-    It does so however the process ends.  The file stays and means nothing by itself, so none has
-    to find out whether the holder of a stale one still lives.  The lock is flock's: one of POSIX
-    would end when its process closes the file anywhere, as a copy of its folder does.  Processes
-    that this one forks, such as the loader's workers, close their copies of it at once, because
+    The way in which the process ends does not matter.  The file stays and means nothing by itself,
+    so nobody has to find out whether the holder of a stale one still lives.  The lock is flock's: a
+    POSIX lock would end when its process closes the file anywhere, as a copy of its folder does.
+    Processes that this one forks, such as the loader's workers, close their copies at once, because
     they may outlive a killed rank for a moment.
     """
 
@@ -403,11 +403,11 @@ class FileLock:
     _handle: int | None = None
 
     def open(self) -> int:
-        """Makes the file and its folder, or opens it.  Raises: OSError."""
+        """Opens the lock's file; creates it and its folder.  Raises: OSError."""
         if self._handle is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = linkless_handle(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-            _opened.add(self)
+            _open_locks.add(self)
         return self._handle
 
     def is_current(self) -> bool:
@@ -420,12 +420,12 @@ class FileLock:
             status = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        except OSError:  # its disk is away
+        except OSError:  # its disk is unreachable
             return True
         return os.path.samestat(os.fstat(self._handle), status)
 
     def acquire(self) -> bool:
-        """Waits for it.  Returns: True."""
+        """Waits for the lock and takes it.  Returns: True."""
         while not self.try_acquire():
             time.sleep(0.02)
         return True
@@ -445,40 +445,38 @@ class FileLock:
         return False
 
     def release(self) -> None:
-        if self._handle is not None:  # in a forked child it is
+        """Releases the lock; the file stays open."""
+        if self._handle is not None:  # None in a forked child
             fcntl.flock(self._handle, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Gives it back, if it was taken."""
+        """Closes the file, and so releases the lock."""
         if self._handle is not None:
-            _opened.discard(self)
+            _open_locks.discard(self)
             os.close(self._handle)
             self._handle = None
 
     def write(self, content: bytes) -> None:
-        """Writes what others read when they find the lock taken.
+        """Writes a note for processes that find the lock taken.
 
-        A full disk takes nothing, and the lock holds all the same.
+        On a full disk there is no note, and the lock holds all the same.
         """
         with suppress(OSError):
             os.ftruncate(self.open(), 0)
             os.pwrite(self.open(), content, 0)
 
     def read_there(self) -> bytes:
-        """Reads the file that has the name now; b"": it is empty, or there is none."""
+        """Reads the note in the file that has the name now; b"": it has none, or is absent."""
         try:
-            with open(os.open(self.path, _LOOKING), "rb") as file:
+            with open(os.open(self.path, _PROBE_FLAGS), "rb") as file:
                 return file.read(4096)
         except OSError:
             return b""
 
     def is_taken(self) -> bool:
-        """Whether somebody holds the lock.
-
-        False if the file system cannot tell.
-        """
+        """Returns True if a process holds the lock; False if the file system cannot tell."""
         try:
-            handle = os.open(self.path, _LOOKING)
+            handle = os.open(self.path, _PROBE_FLAGS)
         except OSError:
             return False
         try:
@@ -497,7 +495,7 @@ class FileLock:
 
 
 def _lock(handle: int, kind: int) -> bool:
-    """Takes the lock if it is free; returns whether it did.
+    """Takes the lock if it is free; returns True if it did.
 
     Raises: OSError: the file system has no locks.
     """
@@ -510,12 +508,12 @@ def _lock(handle: int, kind: int) -> bool:
     return True
 
 
-_opened: set[FileLock] = set()
+_open_locks: set[FileLock] = set()
 
 
 def _forget_locks() -> None:
     """Closes the locks in a forked child, which holds none of its parent's."""
-    for lock in [*_opened]:
+    for lock in [*_open_locks]:
         lock.close()
     _held.clear()
 
@@ -523,8 +521,8 @@ def _forget_locks() -> None:
 os.register_at_fork(after_in_child=_forget_locks)
 
 _LOCK_FILE = "run.lock"
-_LINKED = "checkpoints"  # the one folder of a run that may be a link
-_LOCK_TIMEOUT_SECONDS = 5.0  # a run that was killed just now takes a moment to be gone
+_LINKED = "checkpoints"  # the only folder of a run that may be a link
+_LOCK_TIMEOUT_SECONDS = 5.0  # a run that was just killed takes a moment to end
 _held: dict[Path, "_Held"] = {}  # by absolute path, for the life of this process
 _check_lock = threading.Lock()  # records and checkpoints are written by two threads
 
@@ -534,8 +532,8 @@ class _Held:
     """A folder that this process has locked.
 
     Attributes:
-        holder: what the lock's file says of this process.
-        lost: set once another process owns the folder.
+        holder: the note about this process in the lock's file.
+        lost: the error to raise, once another process owns the folder.
     """
 
     lock: FileLock
@@ -544,33 +542,32 @@ class _Held:
 
 
 def hold(output_dir: Path, seconds: float = _LOCK_TIMEOUT_SECONDS) -> list[str]:
-    """Locks `output_dir` until this process ends; only ranks that write there.
+    """Locks `output_dir` until this process ends, in whatever way; only on ranks that write there.
 
-    So is the folder of its checkpoints, if that is a link.  The lock ends however the process ends.
+    If the folder of its checkpoints is a link, the linked folder is locked as well.
 
-    Args: seconds: how long to wait for it.
-
+    Args: seconds: the timeout.
     Returns: a warning where the file system has no locks, else nothing.
     Raises: ConfigError: another process holds it, or nothing can be written there.
     """
     warnings = _hold(output_dir, output_dir, seconds)
     linked = output_dir / _LINKED
     if linked.is_symlink():
-        place = linked.resolve()  # perhaps of another run, which has a lock
-        of_run = place.name == _LINKED and (place.parent / _LOCK_FILE).exists()
-        warnings += _hold(linked, place.parent if of_run else linked, seconds)
+        target = linked.resolve()  # perhaps that of another run, which has a lock
+        is_of_run = target.name == _LINKED and (target.parent / _LOCK_FILE).exists()
+        warnings += _hold(linked, target.parent if is_of_run else linked, seconds)
     return warnings
 
 
-def _hold(folder: Path, place: Path, seconds: float) -> list[str]:
-    """Locks `folder` by the file in `place`; as `hold`."""
-    held = _held.get(_key(folder))
+def _hold(folder: Path, lock_folder: Path, seconds: float) -> list[str]:
+    """Locks `folder` by the file in `lock_folder`; see `hold`."""
+    held = _held.get(_absolute_path(folder))
     if held is not None and held.lost is None and held.lock.is_current():
         return []
     if held is not None:  # its lock was lost
         held.lock.close()
-        del _held[_key(folder)]
-    lock = FileLock(_key(place) / _LOCK_FILE)
+        del _held[_absolute_path(folder)]
+    lock = FileLock(_absolute_path(lock_folder) / _LOCK_FILE)
     try:
         lock.open()
     except OSError as error:
@@ -581,7 +578,7 @@ def _hold(folder: Path, place: Path, seconds: float) -> list[str]:
     try:
         while not lock.try_acquire():
             if time.monotonic() > deadline:
-                holder = _described(lock.read_there())
+                holder = _describe_holder(lock.read_there())
                 lock.close()
                 raise ConfigError(
                     f"{folder}: another training writes there ({holder})",
@@ -597,22 +594,19 @@ def _hold(folder: Path, place: Path, seconds: float) -> list[str]:
             f"output_dir: {folder} is on a file system without locks "
             f"({error.strerror}): nothing keeps a second training from writing there"
         ]
-    about = {"pid": os.getpid(), "host": socket.gethostname()}
-    about["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
-    held = _held[_key(folder)] = _Held(lock, json.dumps(about).encode())
+    note = {"pid": os.getpid(), "host": socket.gethostname()}
+    note["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
+    held = _held[_absolute_path(folder)] = _Held(lock, json.dumps(note).encode())
     lock.write(held.holder)
     return []
 
 
-def _key(folder: Path) -> Path:
-    return Path(os.path.abspath(folder))  # asks no disk
+def _absolute_path(folder: Path) -> Path:
+    return Path(os.path.abspath(folder))  # does not access the disk, unlike resolve()
 
 
 def is_held(output_dir: Path) -> bool:
-    """Whether a training writes into the folder now.
-
-    False if the file system cannot tell.
-    """
+    """Returns True if a training writes into the folder now; False if that cannot be told."""
     return FileLock(output_dir / _LOCK_FILE).is_taken()
 
 
@@ -631,7 +625,7 @@ def require_held(output_dir: Path) -> None:
                 held.lost = ConfigError(
                     f"{held.lock.path.parent}: its contents were deleted or replaced while this "
                     "training wrote there, and another one has it now "
-                    f"({_described(held.lock.read_there())})",
+                    f"({_describe_holder(held.lock.read_there())})",
                     code="output_dir_lost",
                     where="output_dir",
                     fix="this one has stopped and writes nothing more; give each training its own "
@@ -648,27 +642,27 @@ def write_if_held(output_dir: Path, write: Callable[[], object]) -> None:
 
 
 def is_lost(output_dir: Path) -> bool:
-    """Whether `require_held` has raised, in whatever thread; does not access the disk."""
+    """Returns True if `require_held` has raised, in any thread; does not access the disk."""
     return any(held.lost is not None for held in _held_in(output_dir))
 
 
 def _held_in(output_dir: Path) -> list[_Held]:
     """Lists what this process holds of a run: its folder, and that of linked checkpoints."""
-    key = _key(output_dir)
+    key = _absolute_path(output_dir)
     return [_held[folder] for folder in (key, key / _LINKED) if folder in _held]
 
 
 def _retake(held: _Held) -> bool:
     """Takes a deleted or copied lock again; False: another process has one there."""
-    there = held.lock.read_there()
-    if there not in (b"", held.holder):  # of one that runs, or has ended since
+    note = held.lock.read_there()
+    if note not in (b"", held.holder):  # the note of a process that runs, or has ended since
         return False
     lock = FileLock(held.lock.path)
     try:
         if not lock.try_acquire():
             lock.close()
-            return there == held.holder  # a file system whose numbers of files change
-    except OSError:  # a disk that is full, or away: what follows will say so
+            return note == held.holder  # on a file system whose inode numbers change
+    except OSError:  # a disk that is full or unreachable: the next write reports it
         lock.close()
         return True
     held.lock.close()
@@ -682,10 +676,10 @@ def _retake(held: _Held) -> bool:
     return True
 
 
-def _described(content: bytes) -> str:
-    """The holder as `process 123 on host a since 2024-01-01 00:00:00`."""
+def _describe_holder(content: bytes) -> str:
+    """Describes the holder: `process 123 on host a since 2024-01-01 00:00:00`."""
     try:
-        about = json.loads(content)
-        return f"process {about['pid']} on host {about['host']} since {about['since']}"
+        note = json.loads(content)
+        return f"process {note['pid']} on host {note['host']} since {note['since']}"
     except (ValueError, KeyError, TypeError):
         return "which is not known yet"

@@ -1,6 +1,6 @@
-"""What fleetrun tells the ranks of a job: variables of the environment, files of its folder.
+"""The interface between fleetrun and the ranks of a job: variables, and files of its folder.
 
-And the keys of a configuration that both leave out where they compare the hosts of a job.
+Also the keys of a configuration that are left out where the hosts of a job are compared.
 """
 
 import json
@@ -10,20 +10,20 @@ from typing import Any
 
 from ppdist.common import files
 
-EXIT_DIR_VARIABLE = "PPDIST_EXIT_DIR"  # set by our fleetrun: where each rank leaves why it ended
+EXIT_DIR_VARIABLE = "PPDIST_EXIT_DIR"  # set by our fleetrun: folder of the reports of the ranks
 # Set by our fleetrun: a folder of this host that stays from one attempt of a job to the next.
 JOB_DIR_VARIABLE = "PPDIST_JOB_DIR"
 JOB_VARIABLE = "PPDIST_JOB"  # set by our fleetrun: the name of this attempt, for its ranks alone
-# Set by our fleetrun where it starts a job anew: how many times it has; and the number, from 1, of
-# a step at which the job ended twice and which is to be left out.
+# Set by our fleetrun when it restarts a job: the number of restarts; and the number, from 1, of a
+# step at which the job failed twice and which is skipped.
 RESTART_VARIABLE, SKIP_STEP_VARIABLE = "PPDIST_RESTART", "PPDIST_SKIP_STEP"
 STARTED_VARIABLE = "PPDIST_STARTED"  # set by our fleetrun: `boot_seconds` when it began
 # Set by our fleetrun with --min_hosts: the run goes on without hosts that are lost.
 MIN_HOSTS_VARIABLE = "PPDIST_MIN_HOSTS"
-RUN_NOTE = "run.json"  # in the folder of a job: what one attempt leaves for the next
-CHANGE_NOTE = "change.json"  # there, too: this attempt is stopped because hosts go or come
-DIGESTS_NOTE = "digests.json"  # there, too: what rank 0 trains with (engine/digests.py)
-# What the hosts of one run may each set as they like: where things lie, not what is computed.
+RUN_NOTE = "run.json"  # in the folder of a job: notes of one attempt for the next
+CHANGE_NOTE = "change.json"  # as well: this attempt is stopped because hosts go or come
+DIGESTS_NOTE = "digests.json"  # as well: digests of what rank 0 trains with (engine/digests.py)
+# Keys that may differ between the hosts of a run: they say where files lie, not what is computed.
 PER_HOST_KEYS = (
     "output_dir",  # only rank 0 writes
     "data.root",  # the data themselves are compared: ppdist.engine.data
@@ -34,18 +34,18 @@ PER_HOST_KEYS = (
 
 
 def launcher_folder() -> Path | None:
-    """Where fleetrun reads its ranks' reports; None without fleetrun."""
+    """Returns the folder in which fleetrun reads its ranks' reports; None without fleetrun."""
     folder = os.environ.get(EXIT_DIR_VARIABLE)
     return Path(folder) if folder and Path(folder).is_dir() else None
 
 
 def launched_rank() -> int:
-    """Rank assigned by Paddle's launcher; 0 without one."""
+    """Returns the rank assigned by Paddle's launcher; 0 without one."""
     return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 
 
 def launched_ranks() -> int:
-    """Number of processes started by Paddle's launcher; 1 without one."""
+    """Returns the number of processes started by Paddle's launcher; 1 without one."""
     return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 
 
@@ -56,7 +56,7 @@ def read_note(name: str) -> Any:
 
 
 def write_note(name: str, content: Any) -> None:
-    """Notes something for the next attempt of this job.
+    """Writes a note for the next attempt of this job.
 
     Raises: OSError: the folder of the job cannot be written to.
     """

@@ -14,7 +14,7 @@ _UNLIMITED = 2**60  # bytes; cgroup v1 says "no limit" with a number of about 2*
 
 
 def available_cores(root: Path = Path("/")) -> float:
-    """Cores this process may use: minimum of affinity and cgroup quotas.
+    """Returns the cores this process may use: the minimum of affinity and cgroup quotas.
 
     Args:
         root: where `proc` and `sys` are.
@@ -31,25 +31,26 @@ def available_cores(root: Path = Path("/")) -> float:
 
 
 def given_threads(root: Path = Path("/")) -> int | None:
-    """OMP_NUM_THREADS as it was given to this process; None: it was not.
+    """Returns OMP_NUM_THREADS as it was given to this process; None: it was not.
 
-    Paddle, when it is imported, writes 1 where nothing stands, so of a 1 counts what this process
-    began with.
+    Paddle sets an unset variable to 1 when it is imported, so a 1 counts only if this process began
+    with it.
 
     Args:
         root: where `proc` is.
     """
-    now = os.environ.get("OMP_NUM_THREADS", "")
-    began_with = kernel_text(root / "proc/self/environ").split("\0")
-    if now == "1" and not any(each.startswith("OMP_NUM_THREADS=") for each in began_with):
+    present = os.environ.get("OMP_NUM_THREADS", "")
+    original = kernel_text(root / "proc/self/environ").split("\0")
+    if present == "1" and not any(variable.startswith("OMP_NUM_THREADS=") for variable in original):
         return None
-    return int(now) if now.isdecimal() else None
+    return int(present) if present.isdecimal() else None
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory available without evicting anything.
+    """Returns the bytes of memory available without evicting anything.
 
-    The least of what the machine has free and what the groups of this process may still use.
+    That is the minimum of the machine's free memory and of what the control groups of this process
+    may still use.
 
     Args:
         root: where `proc` and `sys` are.
@@ -57,7 +58,7 @@ def available_memory(root: Path = Path("/")) -> int:
     lines = dict(line.split(":") for line in kernel_text(root / "proc/meminfo").splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     for folder in _group_folders(root, "memory"):
-        # Of groups of version 2, or else of version 1.
+        # The file of cgroup version 2, or else of version 1.
         limit, used = (
             kernel_text(folder / new) or kernel_text(folder / old)
             for new, old in (
@@ -71,9 +72,9 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def process_memory() -> dict[str, int]:
-    """Memory of this process in bytes, by Linux's names.
+    """Reads the memory of this process in bytes, by Linux's names.
 
-    VmRSS, VmHWM (its peak), VmSize, VmPeak, ...
+    These are VmRSS, VmHWM (its peak), VmSize, VmPeak, ...
     """
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     pairs = [line.partition(":") for line in lines if line.startswith("Vm")]
@@ -81,27 +82,27 @@ def process_memory() -> dict[str, int]:
 
 
 def free_disk(path: str | Path) -> int:
-    """Bytes free where a path is, or will be."""
+    """Returns the bytes free where a path is, or will be."""
     return shutil.disk_usage(existing_folder(path)).free
 
 
 def existing_folder(path: str | Path) -> Path:
-    """The path itself, or its nearest existing parent."""
-    place = Path(path).absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return place
+    """Returns the path itself, or its nearest existing parent."""
+    folder = Path(path).absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
 
 
 def _file_pages(folder: Path) -> int:
-    """Bytes of page cache in a group's usage, reclaimed under memory pressure."""
+    """Returns the bytes of page cache in a group's usage, reclaimed under memory pressure."""
     counts = dict(line.split() for line in kernel_text(folder / "memory.stat").splitlines())
-    names = ("total_inactive_file", "inactive_file")  # v1, where the plain one leaves groups out
+    names = ("total_inactive_file", "inactive_file")  # v1: the second one leaves out inner groups
     return next((int(counts[name]) for name in names if name in counts), 0)
 
 
 def _group_folders(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of this process's control groups, from its own to the outermost.
+    """Yields the folders of this process's control groups, from its own to the outermost.
 
     Inside a container the path in /proc/self/cgroup is often that of the host, while the mounted
     tree begins at the container's own group; then only its top exists.
@@ -113,14 +114,18 @@ def _group_folders(root: Path, controller: str) -> Iterator[Path]:
             continue
         tops = {mounts / controllers, mounts / controller} if controllers else {mounts}
         for top in tops:
-            own = top / path.strip("/")
-            yield from (f for f in (own, *own.parents) if f.is_relative_to(top) and f.is_dir())
+            group = top / path.strip("/")
+            yield from (
+                folder
+                for folder in (group, *group.parents)
+                if folder.is_relative_to(top) and folder.is_dir()
+            )
 
 
 def kernel_text(file: Path) -> str:
-    """Content of a kernel file; "" if absent or unreadable.
+    """Reads a kernel file; "" if it is absent or unreadable.
 
-    A device may not answer.
+    Reading it may fail, as a device may not answer.
     """
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
@@ -134,27 +139,27 @@ class ProcessStat:
 
     state: str  # such as R: it runs, T: stopped, Z: a zombie
     parent: int  # process id
-    began: int  # in ticks since the machine did: ids are used again
+    began: int  # in ticks since boot; it identifies the process, as ids are reused
     cpu_seconds: float  # so far
 
     @property
     def is_alive(self) -> bool:
-        """False for a zombie, which has ended but was not reaped."""
+        """Returns False for a zombie, which has ended but was not reaped."""
         return self.state not in ("Z", "X")
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """None: there is no such process, or no /proc."""
+    """Reads the state of a process; None: there is no such process, or no /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # its name may hold anything
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
     ticks = int(fields[11]) + int(fields[12])
     return ProcessStat(fields[0], int(fields[1]), int(fields[19]), ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    found = process_stat(pid)
-    return found is not None and found.is_alive
+    """Returns True if a process runs; a zombie does not."""
+    stat = process_stat(pid)
+    return stat is not None and stat.is_alive

@@ -1,7 +1,7 @@
-"""How the files of a data set are opened, and what tells that one is still the same.
+"""Opening the files of a data set, and their identity: whether one is still the same.
 
-`Opener` opens those of a disk; `ppdist/storage/files.py` has one around it that also opens shards
-and stores.  Whoever reads a set gives it the opener that its images need.
+`Opener` opens files on a disk; `ppdist/storage/files.py` has one around it that also opens shards
+and stores.  The reader of a set gives it the opener that its images need.
 """
 
 import os
@@ -13,31 +13,32 @@ from ppdist.common import files
 
 
 class Identity(NamedTuple):
-    """Size of a file, and a mark that changes with its content.
+    """The identity of a file's content: its size, and a mark that changes with the content.
 
-    mark: of a file on disk its mtime and ctime; "": unknown, so nothing of it is kept across runs.
+    Attributes: mark: for a file on disk its mtime and ctime; "": unknown, so nothing derived from
+        the file is cached across runs.
     """
 
     bytes: int
     mark: str
 
 
-def of_stat(found: os.stat_result) -> Identity:
-    """Identity of a file on disk.
+def of_stat(status: os.stat_result) -> Identity:
+    """Makes the identity of a file on disk from its status.
 
-    Its mtime alone is not enough: archives restore old ones, and copies keep them.  No program can
-    set ctime, and every way to put other content in a place (write, link, rename) changes it on a
-    local disk and on NFS.  The inode would tell nothing more there, and FUSE numbers the same files
+    The mtime alone is not enough: archives restore old ones, and copies keep them.  No program can
+    set ctime, and every change of the content under a path (write, link, rename) changes it on a
+    local disk and on NFS.  The inode would add nothing there, and FUSE numbers the same files
     differently at each mount.
     """
-    return Identity(found.st_size, f"{found.st_mtime_ns} {found.st_ctime_ns}")
+    return Identity(status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}")
 
 
 @dataclass(frozen=True)
 class Opener:
-    """Opens files of a disk.  Has no state: workers and other ranks get it as it is.
+    """An opener of files on a disk; without state, so it is sent to workers as it is.
 
-    Failures are OSError; where storage stays away, StorageError.
+    Failures are OSError; StorageError if storage stays unreachable.
     """
 
     def open(self, path: str | Path) -> BinaryIO:
@@ -45,11 +46,11 @@ class Opener:
         return files.open_file(path)
 
     def read(self, path: str | Path, most_bytes: int) -> bytes:
-        """All bytes of a file.  Raises: OSError: also if it has more than `most_bytes`."""
+        """Reads all bytes of a file.  Raises: OSError: also if it has more than `most_bytes`."""
         return files.read_file(path, most_bytes)
 
     def can_be_read(self, path: str | Path) -> bool:
-        """Whether a regular file or a non-empty folder is there now."""
+        """Returns True if a regular file or a non-empty folder is there now."""
         try:
             if os.path.isdir(path):
                 with os.scandir(path) as entries:
@@ -61,7 +62,7 @@ class Opener:
         return True
 
     def identity_of(self, path: str) -> Identity:
-        """Identity of a file's content, without opening it."""
+        """Returns the identity of a file's content, without opening it."""
         return of_stat(os.stat(path))
 
 

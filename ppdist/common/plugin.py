@@ -1,4 +1,4 @@
-"""Imports what a configuration names as `package.module:Name`; config/plugins.py says which kinds.
+"""Imports plug-ins, which a configuration names as `package.module:Name` (see config/plugins.py).
 
 A package is found where it is installed or on PYTHONPATH, never through the current folder.
 """
@@ -15,21 +15,21 @@ from ppdist.common.errors import ConfigError
 
 
 def is_plugin(name: object) -> bool:
-    """Whether a name is that of another package's part."""
+    """Returns True if a name is that of a part of another package."""
     return isinstance(name, str) and ":" in name
 
 
 def load(target: str) -> Any:
-    """Imports what `package.module:Name` names.
+    """Imports the object that `package.module:Name` names.
 
-    Raises: ConfigError: it is not of ppdist, and cannot be imported.
+    Raises: ConfigError: it belongs to another package, and cannot be imported.
     """
     module, _, name = target.partition(":")
     package = package_of(target)
     try:
         with _without_current_folder():
             return reduce(getattr, name.split("."), importlib.import_module(module))
-    except (Exception, SystemExit) as error:  # another's code runs when it is imported
+    except (Exception, SystemExit) as error:  # importing runs the code of another package
         if package == __name__.partition(".")[0]:
             raise
         raise ConfigError(
@@ -41,7 +41,7 @@ def load(target: str) -> Any:
 
 
 def package_of(target: str) -> str:
-    """Returns the top-level name of the package that `package.module:Name` is of."""
+    """Returns the name of the top-level package in `package.module:Name`."""
     return target.partition(":")[0].partition(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""Processes: how ours begin and end.
+"""The begin and the end of a process of ppdist: messages, exit codes.
 
 Exit codes: 0 done; 2 the user's input is wrong (one message, no traceback); 1 anything else
 (traceback); 75 stopped by a signal after a clean checkpoint; 130 Ctrl-C in any other command, one
@@ -49,22 +49,22 @@ PADDLE_REMEDY = (
     "`pip install 'ppdist[cpu]'`; for a GPU install the paddlepaddle-gpu of Paddle's own index "
     "(README.md, Quick start)"
 )
-PADDLE_OLDEST, PADDLE_NEWEST = (3, 2, 2), (3, 3)  # whose versions ppdist was run with: README.md
+PADDLE_OLDEST, PADDLE_NEWEST = (3, 2, 2), (3, 3)  # tested versions: README.md
 # Warnings of Paddle's about itself that no user of a tool can act on.
 _PADDLE_NOISE = (
     "No ccache found",
     "When training, we now always track global mean",
     r"\s*Non compatible API",  # 3.2: paddle.split is not torch.split
 )
-# What moves a terminal's cursor, changes its title or turns the direction of what follows; and the
-# bytes of a file name that is not UTF-8, as Python has them, which a stream would refuse.
+# Characters that move a terminal's cursor, change its title or the direction of text; and the
+# surrogates with which Python keeps bytes that are not UTF-8, which a stream would refuse.
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def boot_seconds() -> float:
-    """Seconds since this machine booted, time asleep included.
+    """Returns the seconds since this machine booted, time asleep included.
 
     All its processes share this clock, which is never adjusted; use it for durations and budgets.
     """
@@ -72,10 +72,10 @@ def boot_seconds() -> float:
 
 
 def quiet_paddle() -> None:
-    """Leaves out what Paddle says about itself; called before it is imported."""
+    """Silences Paddle's messages about itself; called before Paddle is imported."""
     for noise in _PADDLE_NOISE:
         warnings.filterwarnings("ignore", message=noise)
-    if "GLOG_v" not in os.environ:  # who debugs Paddle wants all it says
+    if "GLOG_v" not in os.environ:  # keep Paddle's full log when the user set GLOG_v
         os.environ.setdefault("GLOG_minloglevel", "2")  # errors; its C++ warnings do not help users
 
 
@@ -104,7 +104,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     launcher prints one message for the whole job instead of one per rank.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes of any encoding
+        if isinstance(stream, io.TextIOWrapper):  # file names may hold bytes of any encoding
             stream.reconfigure(errors="backslashreplace")
     quiet_paddle()
     code, failure = 0, Failure("", "", "")
@@ -116,26 +116,26 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
         if was_interrupted() or isinstance(error, KeyboardInterrupt):
-            code = INTERRUPTED  # also where a library made another error of it
+            code = INTERRUPTED  # also if a library has raised another error for it
         else:
             code, failure = _exit_code_of(error)
     message = failure.message
     printed = not _is_left_to_fleetrun(failure)
     launched = _report_to_launcher(code, failure, printed)
     if message and code == 1 and (printed or not launched):
-        begin = "ppdist: error: " if failure.kind == StorageError.kind else ""
-        say(f"{begin}{with_code(message, failure.code)}")
+        prefix = "ppdist: error: " if failure.kind == StorageError.kind else ""
+        say(f"{prefix}{with_code(message, failure.code)}")
     if message and code == USER_ERROR and not launched:
         say(f"ppdist: error: {with_code(message, failure.code)}")
-    written = [_finish(stream) for stream in (sys.stdout, sys.stderr)]
-    if code == INTERRUPTED:  # threads that still work are not waited for
+    flushed = [_finish(stream) for stream in (sys.stdout, sys.stderr)]
+    if code == INTERRUPTED:  # does not wait for threads that still work
         end_interrupted()
     if launched:
         # The exit code is set.  While Python shuts down, its handlers are gone, and the SIGTERM
         # with which the launcher ends the other ranks would replace this code.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-    if not all(written):  # Python would wait for the terminal, too
+    if not all(flushed):  # Python would wait for the terminal, too
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.current_thread():
                 thread.join()
@@ -144,22 +144,19 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _exit_code_of(error: BaseException) -> tuple[int, Failure]:
-    """The exit code and failure of an error.
-
-    Called while the error is handled.
-    """
+    """Returns the exit code and the failure of an error; called while it is handled."""
     if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
         return 128 + signal.SIGPIPE, Failure("", "", "")  # `| head` has read enough
-    found = as_limit(error)
+    shown_error = as_limit(error)
     if isinstance(error, ModuleNotFoundError) and error.name == "paddle":
-        found = _paddle_missing()
-    code = USER_ERROR if isinstance(found, UserError) else 1
-    told = isinstance(found, UserError | StorageError)  # by its text, without a traceback
-    return code, failure_of(found, "" if told else _traceback())
+        shown_error = _paddle_missing()
+    code = USER_ERROR if isinstance(shown_error, UserError) else 1
+    is_message_enough = isinstance(shown_error, UserError | StorageError)  # no traceback
+    return code, failure_of(shown_error, "" if is_message_enough else _traceback())
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Whether a stream goes to a pipe whose reader is gone."""
+    """Returns True if a stream goes to a pipe whose reader is gone."""
     with suppress(OSError, ValueError):
         poll = select.poll()
         poll.register(stream.fileno(), 0)
@@ -169,12 +166,9 @@ def _is_unread(stream: TextIO) -> bool:
 
 @contextmanager
 def _plain_log() -> Iterator[None]:
-    """Logs to stderr in the format of a run's log.
-
-    Bypasses Paddle's handler.
-    """
+    """Logs to stderr in the format of a run's log, past Paddle's handler."""
     logger, handler = logging.getLogger("ppdist"), _PlainHandler()
-    before = logger.propagate, logger.level
+    original = logger.propagate, logger.level
     logger.addHandler(handler)
     logger.propagate = False
     logger.setLevel(logging.INFO)
@@ -182,7 +176,7 @@ def _plain_log() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.propagate, level = before
+        logger.propagate, level = original
         logger.setLevel(level)
 
 
@@ -191,13 +185,13 @@ class _PlainHandler(logging.Handler):
         say(log_line(record))
 
 
-# `extra=` of a record for train.log alone; of one that a console shows without its time; and of one
-# that is as short there as warnings are before the first step.
+# `extra=` of a log record: for train.log alone; shown on the console without its time; shortened
+# there as warnings are before the first step.
 DETAIL, BARE, NOTE = {"detail": True}, {"bare": True}, {"note": True}
 
 
 def log_line(record: logging.LogRecord) -> str:
-    """`18:57:59 warning: text`, as users see every message."""
+    """Formats a record as users see every message: `18:57:59 warning: text`."""
     if getattr(record, "bare", False):
         return printable(record.getMessage())
     clock = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -206,16 +200,15 @@ def log_line(record: logging.LogRecord) -> str:
 
 
 def _traceback() -> str:
-    """The traceback, and a notice if ppdist is untested with this Paddle."""
+    """Formats the traceback, with a notice if ppdist is untested with this Paddle."""
     notice = unknown_paddle(getattr(sys.modules.get("paddle"), "__version__", ""))
     return traceback.format_exc() + (f"\nppdist: {notice}\n" if notice else "")
 
 
 def unknown_paddle(version: str) -> str:
-    """A notice if ppdist is untested with this Paddle; else "".
+    """Writes a notice if ppdist is untested with this Paddle; else "".
 
-    It is a warning and no error: cards newer than tested Paddles need a newer one than we could
-    run.
+    It is a warning and no error: new cards need a newer Paddle than the tested ones.
     """
     numbers = paddle_numbers(version)
     if not version or (numbers >= PADDLE_OLDEST and numbers[:2] <= PADDLE_NEWEST):
@@ -227,24 +220,24 @@ def unknown_paddle(version: str) -> str:
 
 
 def paddle_numbers(version: str) -> tuple[int, ...]:
-    """Version numbers: (3, 4, 0) of `3.4.0.dev20261101+cu129`.
+    """Parses the version numbers: (3, 4, 0) of `3.4.0.dev20261101+cu129`.
 
-    A build by hand is often (0, 0, 0).
+    A Paddle built by the user is often (0, 0, 0).
     """
-    found = re.match(r"\d+(\.\d+){0,2}", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(\.\d+){0,2}", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def printable(text: str) -> str:
     """Escapes control characters as JSON does.
 
-    Names come from files of strangers.  Line ends and tabs stay: messages have them.
+    Names may come from files of strangers.  Line ends and tabs stay, as messages have them.
     """
-    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def say(text: str) -> None:
-    """A line to stderr; signal handlers may call it.
+    """Prints a line on stderr; signal handlers may call it.
 
     It is on the terminal at return, unless the terminal is blocked: then the wait is short.
     """
@@ -254,14 +247,14 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """A warning of a command, on stderr."""
+    """Prints a warning of a command on stderr."""
     say(f"ppdist: warning: {text}")
 
 
 def _finish(stream: TextIO | None) -> bool:
     """Flushes a stream; False: it is blocked.
 
-    Without a reader (`| head`), Python would change the exit code.
+    If its reader is gone (`| head`), it goes to /dev/null: Python would change the exit code.
     """
 
     def flush() -> None:
@@ -278,15 +271,17 @@ def _finish(stream: TextIO | None) -> bool:
 
 
 def _is_left_to_fleetrun(failure: Failure) -> bool:
-    """Whether this rank, on the terminal, lost another in a job that goes on without lost hosts.
+    """Returns True if fleetrun reports this failure: rank 0 lost another rank with --min_hosts.
 
-    fleetrun says which host was lost; if none was, it prints the failure.
+    The job goes on without lost hosts, and fleetrun says which one was lost; if none was, it prints
+    the failure.
     """
     on_terminal = os.environ.get("PADDLE_LOCAL_RANK", "0") == "0"
     return on_terminal and MIN_HOSTS_VARIABLE in os.environ and failure.code == LOST_RANK
 
 
 def _report_to_launcher(exit_code: int, failure: Failure, printed: bool) -> bool:
+    """Writes the report of this rank for fleetrun; False: there is no fleetrun, or no space."""
     folder, rank = launcher_folder(), launched_rank()
     if folder is None:
         return False
@@ -294,6 +289,6 @@ def _report_to_launcher(exit_code: int, failure: Failure, printed: bool) -> bool
     report["printed"] = printed
     try:
         replace_file(folder / f"rank-{rank}.json", json.dumps(report).encode())
-    except OSError:  # a full disk: it must not hide why the run ended
+    except OSError:  # a full disk must not hide why the run ended
         return False
     return True

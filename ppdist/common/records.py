@@ -1,6 +1,6 @@
-"""metrics.jsonl: written, read again, and the summary of a run.
+"""metrics.jsonl: writes it, reads it, and summarises a run from it.
 
-RunRecords                   writes it
+RunRecords                   writes metrics.jsonl
 read_metrics, MetricRecords  the records of a run, by kind
 run_summary                  the table at the end
 """
@@ -26,7 +26,7 @@ _FILE = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, without lines that a crash truncated.
+    """Reads the records of a metrics.jsonl, without lines that a crash truncated.
 
     Raises: OSError: as `open_file`.
     """
@@ -34,7 +34,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for line in text_of(path, "replace").splitlines():
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):  # also of too many digits, and too deep
+        except (ValueError, RecursionError):  # numbers of too many digits, lists too deep
             continue
         if isinstance(record, dict):
             records.append(record)
@@ -42,9 +42,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class RunRecords:
-    """metrics.jsonl of a run, written by a thread.
+    """The metrics.jsonl of a run, written by a thread.
 
-    Other trainings may take the folder: then each write raises instead.
+    If another training has taken the folder, each write raises instead.
     """
 
     def __init__(self, output_dir: Path, files: WriterThread) -> None:
@@ -52,14 +52,15 @@ class RunRecords:
         self._folder, self._files = output_dir, files
 
     def begin(self, resume_step: int | None) -> list[dict[str, Any]]:
-        """Makes the folder; returns the records in it that stay.
+        """Creates the folder; returns the records in it that stay.
 
-        Raises: ConfigError: it cannot be made or written.
+        Args: resume_step: last step whose records stay; None: none do.
+        Raises: ConfigError: the folder cannot be created or written.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
-                return _keep_until(self.path, resume_step)
+                return _drop_after(self.path, resume_step)
             self.path.unlink(missing_ok=True)
             return []
         except OSError as error:
@@ -74,7 +75,7 @@ class RunRecords:
 
     def roll_back(self, step: int) -> None:
         """Drops the records after a step."""
-        self._put(partial(_keep_until, self.path, step))
+        self._put(partial(_drop_after, self.path, step))
 
     def forget(self, step: int, key: str) -> None:
         """Drops the records of a step that have this key."""
@@ -82,7 +83,7 @@ class RunRecords:
         def is_other(record: Record) -> bool:
             return record.get("step") != step or key not in record
 
-        self._put(partial(_keep, self.path, is_other))
+        self._put(partial(_filter_records, self.path, is_other))
 
     def sync(self, seconds: float) -> bool:
         """Syncs the records so far to disk; False: the disk failed, or was too slow."""
@@ -90,7 +91,7 @@ class RunRecords:
 
         def sync() -> None:
             sync_path(self.path)
-            sync_path(self._folder)  # which holds the name of a new file
+            sync_path(self._folder)  # it holds the name of a new file
             synced.append(True)
 
         self._files.put(_FILE, sync)
@@ -100,21 +101,22 @@ class RunRecords:
         self._files.put(_FILE, partial(write_if_held, self._folder, write), size)
 
 
-def _keep_until(path: Path, step: int) -> list[dict[str, Any]]:
+def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
     """Drops the records after a step; returns the others."""
-    return _keep(path, lambda record: record.get("step", 0) <= step)
+    return _filter_records(path, lambda record: record.get("step", 0) <= step)
 
 
-def _keep(path: Path, is_kept: Callable[[Record], bool]) -> list[dict[str, Any]]:
+def _filter_records(path: Path, is_kept: Callable[[Record], bool]) -> list[dict[str, Any]]:
     """Drops all records but those that `is_kept` accepts; returns these."""
     if not path.exists():
         return []
-    kept = [record for record in read_metrics(path) if is_kept(record)]
-    replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode(), sync=True)
-    return kept
+    records = [record for record in read_metrics(path) if is_kept(record)]
+    replace_file(path, "".join(json.dumps(record) + "\n" for record in records).encode(), sync=True)
+    return records
 
 
 def _jsonable(value: Any) -> Any:
+    """Converts a value to one that JSON has; non-finite numbers become None."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -124,16 +126,16 @@ def _jsonable(value: Any) -> Any:
 
 @dataclass
 class MetricRecords:
-    """metrics.jsonl by kind of record, without what a rollback took back.
+    """The records of a metrics.jsonl by kind, without those that a rollback dropped.
 
     Attributes:
         steps: means over some training steps.
-        epochs: means over the steps of each; under `epoch_end`.
-        evaluations: of the whole validation set.
+        epochs: means over the steps of each epoch; under `epoch_end`.
+        evaluations: results on the whole validation set.
         ranks: seconds of each rank over the same steps as in `steps`.
-        starts: with what the run derived; more than one after restarts.
-        rollbacks: to earlier weights.
-        bad_images: how many images were replaced so far.
+        starts: starts of the run with its schedule; more than one after restarts.
+        rollbacks: returns to earlier weights.
+        bad_images: number of images replaced so far.
         finished: why the run ended; "": it has not, or was started again since.
     """
 
@@ -150,15 +152,16 @@ class MetricRecords:
     def of(cls, records: Sequence[Record]) -> "MetricRecords":
         """Sorts records by kind, without unknown kinds and those without a step.
 
-        A rollback takes back what stands before it and lies beyond its step.
+        A rollback drops the records before it whose step is later than its own.
         """
-        found = cls()
+        by_kind = cls()
         for record in records:
             if _is_number(record.get("step")):
-                found._take(record)
-        return found
+                by_kind._sort_in(record)
+        return by_kind
 
-    def _take(self, record: Record) -> None:
+    def _sort_in(self, record: Record) -> None:
+        """Adds a record to those of its kind; a rollback drops later steps."""
         if isinstance(record.get("derived"), Mapping):
             self.starts.append(record)
             self.finished = ""
@@ -167,7 +170,7 @@ class MetricRecords:
         elif _is_number(record.get("returned_from_step")):
             self.rollbacks.append(record)
             for kind in (self.steps, self.epochs, self.evaluations, self.ranks):
-                kind[:] = [each for each in kind if each["step"] <= record["step"]]
+                kind[:] = [earlier for earlier in kind if earlier["step"] <= record["step"]]
         elif isinstance(record.get("epoch_end"), Mapping):
             self.epochs.append(record)
         elif "eval_seconds" in record:
@@ -193,7 +196,7 @@ _SUMMARY_SCORES = ("mAP", "mAP50", "top1", "top5", "val_loss")
 
 
 def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    """Rows (what, value, where or why) from a run's files.
+    """Summarises a run from its files, as rows (what, value, where or why).
 
     Args: seconds: wall time of this process by part.
     """
@@ -201,22 +204,24 @@ def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[st
         records = read_metrics(output_dir / "metrics.jsonl")
     except OSError:
         records = []
-    found = MetricRecords.of(records)
-    evaluations = {each["step"]: each for each in found.evaluations}
+    by_kind = MetricRecords.of(records)
+    evaluations = {evaluation["step"]: evaluation for evaluation in by_kind.evaluations}
     checkpoints = output_dir / "checkpoints"
     rows = []
     for name in ("best", "last"):
         step = step_of(checkpoints / name)
         if step is not None:
-            scores = _scores(evaluations.get(step, {})) or f"step {step}, not evaluated"
+            scores = _format_scores(evaluations.get(step, {})) or f"step {step}, not evaluated"
             rows.append((name, scores, f"checkpoints/{name}"))
     if len(evaluations) > 1:
         first, *_, last = sorted(evaluations)
-        rows.append(("first evaluation", _scores(evaluations[first]), f"step {first} of {last}"))
-    rows += _losses(found)
-    rows += _places(output_dir)
+        rows.append(
+            ("first evaluation", _format_scores(evaluations[first]), f"step {first} of {last}")
+        )
+    rows += _loss_row(by_kind)
+    rows += _list_files(output_dir)
     total = sum(seconds.values())
-    parts = sorted(seconds.items(), key=lambda item: -item[1])
+    parts = sorted(seconds.items(), key=lambda part_seconds: -part_seconds[1])
     shares = ", ".join(
         f"{part} {value / total:.0%}" for part, value in parts if value >= 0.005 * total > 0
     )
@@ -224,10 +229,10 @@ def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[st
     return rows
 
 
-def _losses(records: MetricRecords) -> list[tuple[str, str, str]]:
+def _loss_row(records: MetricRecords) -> list[tuple[str, str, str]]:
     """Returns the row of the first and the last loss of the run; []: it has none.
 
-    They are those of its table of epochs, or of the records of steps if no epoch has ended.
+    They come from the records of epochs, or from those of steps if no epoch has ended.
     """
     losses = [
         (record["epoch_end"]["loss"], f"in epoch {record['epoch_end'].get('epoch')}")
@@ -252,14 +257,14 @@ def loss_text(value: float | None) -> str:
     return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}" if value < 1e4 else f"{value:.0e}"
 
 
-def _scores(record: Mapping[str, Any]) -> str:
+def _format_scores(record: Mapping[str, Any]) -> str:
     values = [
         f"{name} {record[name]:.4f}" for name in _SUMMARY_SCORES if record.get(name) is not None
     ]
     return "  ".join(values)
 
 
-def _places(output_dir: Path) -> list[tuple[str, str, str]]:
+def _list_files(output_dir: Path) -> list[tuple[str, str, str]]:
     candidates = (
         ("plots", "plots", "curves, matrices, worst and best images"),
         ("evaluation", "evaluation.json", "tables and curves of the best"),
@@ -270,12 +275,12 @@ def _places(output_dir: Path) -> list[tuple[str, str, str]]:
 
 
 def visualdl_command(folder: Path) -> str:
-    """VisualDL's command for a folder, in English, telemetry off."""
+    """Writes VisualDL's command for a folder, in English, without telemetry."""
     return f"visualdl --logdir {shlex.quote(str(folder))} --language en --disable-telemetry"
 
 
 def commands(output_dir: Path) -> list[tuple[str, str]]:
-    """Lists what shows the run: (name, command to copy) pairs."""
+    """Lists the commands that show the run: (name, command to copy) pairs."""
     rows = [("report", f"ppdist report {shlex.quote(str(output_dir))}")]
     if (output_dir / "vdl").exists():
         rows.append(("curves", visualdl_command(output_dir / "vdl")))
@@ -286,7 +291,7 @@ def commands(output_dir: Path) -> list[tuple[str, str]]:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Step of a checkpoint or a link to one, or None."""
+    """Returns the step of a checkpoint or of a link to one, or None."""
     try:
         kind, _, step = checkpoint.resolve(strict=True).name.partition("-")
         return int(step) if kind == "step" else None

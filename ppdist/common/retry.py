@@ -1,8 +1,9 @@
-"""Storage that is away: one exception, and one place that waits.
+"""Unreachable storage: one exception for it, and one place that waits.
 
-Code that finds storage not answering raises `unavailable`, a StorageError.  A request of an
-object store waits by itself.  Of files on a disk, only the files beside them tell an outage from a
-deleted one: who knows these puts `with_retries` outside, which then waits alone.
+Code that finds storage not answering raises `unavailable`, a StorageError.  A request to an object
+store waits by itself.  On a disk, an outage looks like a deleted file unless the files beside it
+are examined; the caller that can do so puts `with_retries` around its call, and only that one
+waits.
 """
 
 import errno
@@ -15,7 +16,7 @@ from typing import TypeVar
 from ppdist.common.errors import StorageError
 
 _LOGGER = logging.getLogger("ppdist.data")
-# What the files of a network disk answer while its server, its mount or the network is away.
+# Errors of files on a network disk while its server, its mount or the network is unreachable.
 _OUTAGES = frozenset((
     errno.ENOENT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENODEV,
     errno.ENXIO, errno.EREMOTEIO, errno.ENOLINK, errno.ESHUTDOWN, errno.ECONNREFUSED,
@@ -24,21 +25,18 @@ _OUTAGES = frozenset((
 ))  # fmt: skip
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 30.0
 TOLD_SECONDS = 0.5  # busy stores often cause shorter pauses; longer ones are reported
-_START_SECONDS = 30.0  # that a start waits for a store not reached yet
+_START_SECONDS = 30.0  # that the start of a run waits for a store not reached yet
 _T = TypeVar("_T")
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 def unavailable(what: str, where: str = "", fix: str = "mount it again") -> StorageError:
-    """The error of storage that is away, for `with_retries`."""
+    """Makes the error of unreachable storage, for `with_retries`."""
     return StorageError(what, code="storage_unreachable", where=where, fix=fix)
 
 
 def is_outage(error: BaseException | None) -> bool:
-    """Whether an error may mean unreachable storage.
-
-    A deleted file raises the same error.
-    """
+    """Returns True if an error may mean unreachable storage; a deleted file raises the same one."""
     return isinstance(error, OSError) and error.errno in _OUTAGES
 
 
@@ -53,52 +51,52 @@ def with_retries(
     pause: Callable[[float, StorageError], object] = _sleep,
     quiet: bool = False,
 ) -> _T:
-    """Retries a call while storage is away, up to a time limit.
+    """Retries a call while storage is unreachable, up to a time limit.
 
-    Inside another one it calls once: the outermost alone waits.
+    Inside another one it calls once: only the outermost waits.
 
     Args:
-        seconds: None: half a minute.
-        pause: waits these seconds because of this error; may raise it to give up.
-        quiet: somebody else tells the user.
-    Raises: StorageError: it stays away.
+        seconds: the limit; None: half a minute.
+        pause: waits the given seconds because of the given error; may raise it to give up.
+        quiet: leaves it to the caller to report the outage.
+    Raises: StorageError: storage stays unreachable.
     """
     if _inside.get():
         return call()
     seconds = _START_SECONDS if seconds is None else seconds
-    began, told = 0.0, quiet
-    left: Iterator[float] | None = None
+    began, reported = 0.0, quiet
+    pauses: Iterator[float] | None = None
     outside = _inside.set(True)
     try:
         while True:
             try:
-                found = call()
+                result = call()
                 break
             except StorageError as error:
-                away = error
-            if left is None:
-                began, left = time.monotonic(), _pauses(seconds)
-            if (length := next(left, None)) is None:
+                outage = error
+            if pauses is None:
+                began, pauses = time.monotonic(), _pauses(seconds)
+            if (pause_seconds := next(pauses, None)) is None:
                 raise StorageError(
-                    f"{away.what}; waited for {max(0.0, seconds):g} s",
+                    f"{outage.what}; waited for {max(0.0, seconds):g} s",
                     code="storage_unreachable",
-                    where=away.where,
-                    fix=away.fix,
-                ) from away
-            if not told and length >= TOLD_SECONDS:
-                told = True
-                place = f"{away.where}: " if away.where else ""
-                _LOGGER.warning("%s%s; waiting for up to %.0f s", place, away.what, seconds)
-            pause(length, away)
+                    where=outage.where,
+                    fix=outage.fix,
+                ) from outage
+            if not reported and pause_seconds >= TOLD_SECONDS:
+                reported = True
+                place = f"{outage.where}: " if outage.where else ""
+                _LOGGER.warning("%s%s; waiting for up to %.0f s", place, outage.what, seconds)
+            pause(pause_seconds, outage)
     finally:
         _inside.reset(outside)
-    if told and not quiet:
+    if reported and not quiet:
         _LOGGER.info("storage can be read again, after %.0f s", time.monotonic() - began)
-    return found
+    return result
 
 
 def _pauses(seconds: float) -> Iterator[float]:
-    """Seconds before each new attempt, doubling, `seconds` in total."""
+    """Yields the seconds before each new attempt, doubling, `seconds` in total."""
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
     while (left := deadline - time.monotonic()) > 0:
         yield min(pause, left)

@@ -1,4 +1,4 @@
-"""Log of a run, of three parts that work for themselves.
+"""Log of a run, in three independent parts.
 
     RunRecords     metrics.jsonl (records.py)
     ConsoleHandler, ProgressBar, LogFileHandler    console and train.log (console.py)
@@ -45,8 +45,8 @@ class RunLog:
     """The log of one run; does nothing on ranks other than 0.
 
     From construction to `close`, all messages under the logger `ppdist` go into this log, and no
-    further (Paddle's own handlers would print them a second time).  Other ranks pass warnings on
-    to their stderr, which the launcher keeps in workerlog.N.
+    further (Paddle's own handlers would print them a second time).  Other ranks print warnings on
+    their stderr, which the launcher writes to workerlog.N.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class RunLog:
             resume_step: last finished step of the restored checkpoint.  Lines and points after it
                 are dropped, because the run writes them again.  None: a new run.
             every_steps: steps between two progress lines.
-            visualdl: also write its file.
+            visualdl: also write VisualDL's file.
             trackers: for each tracker, `package.module:Class` of its writer, and its section.
-            early: earlier messages: train.log gets them, too, and their limit on console lines
+            early: earlier messages, which are copied to train.log; their limit on console lines
                 holds until the first step.
         Raises: ConfigError: output_dir cannot be made or written, or a package is missing.
         """
@@ -95,24 +95,26 @@ class RunLog:
         self._files = WriterThread()
         self._close_seconds = _CLOSE_SECONDS
         self.writers = MetricWriters(self._files)  # empty on ranks other than 0
-        self._trackers: list[TrackerProcess] = []  # among them
+        self._trackers: list[TrackerProcess] = []  # those of the writers that are trackers
         self._streams_before = sys.stdout, sys.stderr
         self._screen = Screen(sys.stdout)
         self._records = RunRecords(output_dir, self._files)
         if not main:
             _LOGGER.setLevel(logging.WARNING)
-            self._take_streams()
+            self._replace_streams()
             return
         self._console = console_on(self._screen)
         if self._console.is_terminal:
             self._bar = ProgressBar(self._console, total_steps)
         self._dropped_before = TERMINAL.dropped["terminal"]
-        self._told = time.monotonic()  # last line on a console without a terminal
+        self._last_line_at = time.monotonic()  # on a console without a terminal
         for _, tracker in trackers:
             require_tracker(tracker.name)
-        kept = self._records.begin(resume_step)
-        self.recorded_step = max((each["step"] for each in kept if "loss" in each), default=0)
-        for record in kept:
+        records = self._records.begin(resume_step)
+        self.recorded_step = max(
+            (record["step"] for record in records if "loss" in record), default=0
+        )
+        for record in records:
             if record.get("eval_seconds") is not None:
                 self.eta.remember(record["eval_seconds"])
         self._open_handlers(early)
@@ -120,8 +122,8 @@ class RunLog:
             vdl = partial(VisualDLWriter, output_dir / "vdl", output_dir.name, resume_step)
             self.writers.open("VisualDL", vdl)
         for target, tracker in trackers:
-            folder, called = output_dir / "trackers" / tracker.name, output_dir.name
-            run = TrackedRun(tracker, folder, called, resume_step)
+            folder, run_name = output_dir / "trackers" / tracker.name, output_dir.name
+            run = TrackedRun(tracker, folder, run_name, resume_step)
             self.writers.open(tracker.name, partial(self._start_tracker, target, run))
 
     def __enter__(self) -> "RunLog":
@@ -136,22 +138,22 @@ class RunLog:
             _LOGGER.info(message)
 
     def warning(self, message: str) -> None:
-        """Like `info`, marked as a warning."""
+        """Logs one line, as `info`, marked as a warning."""
         if self._main:
             _LOGGER.warning(message)
 
     def detail(self, message: str) -> None:
-        """Like `info`, but to train.log only."""
+        """Logs one line to train.log only."""
         if self._main:
             _LOGGER.info(message, extra=DETAIL)
 
     def note(self, message: str) -> None:
-        """Like `info`, but before the first step shortened as warnings are."""
+        """Logs like `info`; before the first step the line is shortened as warnings are."""
         if self._main:
             _LOGGER.info(message, extra=NOTE)
 
     def headline(self, name: str, text: str) -> None:
-        """One of the few lines that describe the run at its start."""
+        """Logs one of the few lines that describe the run at its start."""
         if self._main:
             _LOGGER.info(f"{name:10}{text}", extra=BARE)
 
@@ -163,24 +165,24 @@ class RunLog:
             self._header, self._rows = header, 0
             _LOGGER.info(header, extra=BARE)
         self._rows += 1
-        self._told = time.monotonic()
+        self._last_line_at = time.monotonic()
         _LOGGER.info(row, extra=BARE)
 
-    def warn_once(self, what: str, error: Exception) -> None:
+    def warn_once(self, output: str, error: Exception) -> None:
         """Warns once of an optional output that may fail at every write."""
-        if what not in self._warned:
-            self._warned.add(what)
-            said = f"{type(error).__name__}: {error}"
-            self.warning(f"{what} cannot be written, continuing without it: {said}")
+        if output not in self._warned:
+            self._warned.add(output)
+            message = f"{type(error).__name__}: {error}"
+            self.warning(f"{output} cannot be written, continuing without it: {message}")
 
     def put(self, name: str, write: Callable[[], object], size: int = 0) -> None:
         """Writes another file in the background, until `close`; warns once of failures.
 
-        Args: size: bytes that it keeps in memory; with any, as for a picture, it may be dropped.
+        Args: size: bytes that wait in memory; a file with any, such as a picture, may be dropped.
         """
-        if self._is_open:  # batches may be drawn after it
-            guarded = partial(write_if_held, self._output_dir, write)
-            self._files.put(name, guarded, size, may_drop=size > 0)
+        if self._is_open:  # batches may be drawn after `close`
+            guarded_write = partial(write_if_held, self._output_dir, write)
+            self._files.put(name, guarded_write, size, may_drop=size > 0)
 
     def table(
         self, title: str, rows: Sequence[tuple[str, str, str]], on_console: bool = False
@@ -207,7 +209,7 @@ class RunLog:
         """
         if not self._main:
             return
-        self._tell_failures()
+        self._warn_of_failures()
         record = {"time": round(time.time(), 3), **record}
         self._records.write(record)
         self.writers.metrics(record)
@@ -216,6 +218,7 @@ class RunLog:
         """Syncs the records so far to disk, before the checkpoint that follows.
 
         Safe in any thread.
+
         Args: seconds: the timeout.
         Returns: False: the disk failed, or was too slow.
         """
@@ -227,9 +230,9 @@ class RunLog:
         Args: seconds: the timeout.
         Returns: False: the disk is blocked.
         """
-        written = self._files.flush(seconds)
+        is_written = self._files.flush(seconds)
         TERMINAL.flush()
-        return written
+        return is_written
 
     def rollback(self, step: int) -> None:
         """Drops records and points after a step, because they are made again."""
@@ -250,59 +253,59 @@ class RunLog:
         self.writers.images(tag, step, images_HW3)
 
     def spending(self, part: str, step: int) -> AbstractContextManager[None]:
-        """Context of an evaluation, a save or plots; see `ETA.spending`."""
+        """Returns the context of an evaluation, a save or plots; see `ETA.spending`."""
         if not self._main:
             return nullcontext()
         if part == EVALUATION:
             self.busy("evaluating")
         return self.eta.spending(part, step)
 
-    def busy(self, what: str, done: int = 0, total: int = 0) -> None:
-        """Shows on the bar what the run does between steps.
+    def busy(self, work: str, done: int = 0, total: int = 0) -> None:
+        """Shows on the bar the work that the run does between steps.
 
         Args: done, total: parts of it; 0 of 0: unknown, the bar does not move.
         """
         if self._bar is not None:
-            self._bar.show(what, done, total)
+            self._bar.show(work, done, total)
 
     def progress(self, step: int, fields: dict[str, str], waited: float = 0.0) -> None:
         """Shows how far the run is; call it after every optimizer step.
 
         A terminal shows a moving bar.  train.log gets a line every `log.every_steps` steps and at
-        the last; a console without a terminal gets it, too, after a minute of silence.
+        the last; a console without a terminal gets that line as well after a minute of silence.
 
         Args:
             step: optimizer steps since the start of the run (including those before a resume).
-            fields: what to show beside it, such as {"loss": "2.31", "img/s": "41.8"}.
+            fields: values to show beside it, such as {"loss": "2.31", "img/s": "41.8"}.
             waited: seconds that the step waited for images.
         """
         if not self._main:
             return
         self._end_opening()
-        self._tell_failures()
+        self._warn_of_failures()
         self.eta.stepped(step, waited)
-        left = self.time_left(step)
-        told = {**fields, **({"ETA": left} if left else {})}
-        values = "  ".join(f"{name} {value}" for name, value in told.items())
+        time_left = self.time_left(step)
+        shown = {**fields, **({"ETA": time_left} if time_left else {})}
+        values = "  ".join(f"{name} {value}" for name, value in shown.items())
         epoch = math.ceil(step / self._steps_per_epoch)
         epochs = math.ceil(self._total_steps / self._steps_per_epoch)
         if step % self._every_steps == 0 or step == self._total_steps:
             text = f"epoch {epoch}/{epochs}  step {step}/{self._total_steps}  {values}"
-            if self._console.is_terminal or time.monotonic() - self._told < _SILENT_SECONDS:
+            if self._console.is_terminal or time.monotonic() - self._last_line_at < _SILENT_SECONDS:
                 self.detail(text)
             else:
-                self._told = time.monotonic()
+                self._last_line_at = time.monotonic()
                 _LOGGER.info(text)
         if self._bar is not None:
             self._bar.move(step, f"{epoch}/{epochs}  {values}")
 
     def time_left(self, step: int) -> str:
-        """Time left as `4m 07s`; "": unknown, or the run is over."""
-        left = self.eta.left(step) if self._main and step < self._total_steps else None
-        return "" if left is None else duration(left)
+        """Returns the time left as `4m 07s`; "": unknown, or the run is over."""
+        seconds = self.eta.left(step) if self._main and step < self._total_steps else None
+        return "" if seconds is None else duration(seconds)
 
     def closing_seconds(self) -> float:
-        """Seconds that a step, an evaluation and a save may take."""
+        """Returns the seconds that a step, an evaluation and a save may take."""
         return self.eta.closing()
 
     def run_summary(
@@ -311,8 +314,8 @@ class RunLog:
         """Logs the final table: results, files, and where the time went.
 
         Args:
-            outcome: lines about what the run learned.
-            following: what users do next: (purpose, command to copy) pairs.
+            outcome: lines about the results of the run.
+            following: next steps for the user: (purpose, command to copy) pairs.
         """
         if self._main:
             if self._bar is not None:
@@ -339,7 +342,7 @@ class RunLog:
         if self._is_open:
             self.writers.close()
             written = self._files.flush(self._close_seconds)
-            self._tell_lost(written)
+            self._report_lost(written)
             self.flush(_STOPPED_SECONDS if written else 0.0)
             _LOGGER.handlers = self._handlers_before
             self._is_open = False
@@ -347,7 +350,7 @@ class RunLog:
         _LOGGER.setLevel(self._level_before)
         _LOGGER.propagate = self._propagate_before
 
-    def _tell_failures(self) -> None:
+    def _warn_of_failures(self) -> None:
         """Warns of failed writes, once per kind."""
         while self._files.failures:
             name, error = self._files.failures.popleft()
@@ -360,13 +363,13 @@ class RunLog:
             self._warned.add("stdout")
             self.warning(f"cannot write to stdout; lines only go to train.log: {problem}")
 
-    def _tell_lost(self, written: bool) -> None:
+    def _report_lost(self, written: bool) -> None:
         """Reports what is missing at the end.
 
         Args: written: whether the files are complete.
         """
-        TERMINAL.flush()  # it may be now that a broken pipe is met
-        self._tell_failures()
+        TERMINAL.flush()  # only now may a broken pipe be noticed
+        self._warn_of_failures()
         lost = TERMINAL.dropped["terminal"] - self._dropped_before
         if lost and self._screen.problem is None:
             self.warning(f"the terminal was blocked for a while and missed {lost} of these lines")
@@ -379,14 +382,14 @@ class RunLog:
                 "and records of this run are lost"
             )
 
-    def _take_streams(self) -> None:
-        """Replaces stdout and stderr, so that plain prints do not block, either."""
+    def _replace_streams(self) -> None:
+        """Replaces stdout and stderr, so that plain prints do not block either."""
         sys.stdout, sys.stderr = cast(TextIO, self._screen), cast(TextIO, Screen(sys.stderr))
 
     def _open_handlers(self, early: "EarlyLog | None") -> None:
         _LOGGER.setLevel(logging.INFO)
         _LOGGER.propagate = False
-        self._take_streams()
+        self._replace_streams()
         self._to_console = ConsoleHandler(self._console)
         if early is not None:
             self._to_console.opening = early.opening
@@ -407,5 +410,6 @@ class RunLog:
             self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def _start_tracker(self, target: str, run: TrackedRun) -> TrackerProcess:
+        """Starts the process of a tracker."""
         self._trackers.append(process := TrackerProcess(target, run))
         return process

@@ -1,6 +1,6 @@
 """Signals that ask a training to stop; Ctrl-C in other commands.
 
-Imports next to nothing: what starts a training, or a launcher, holds its signals before all else.
+Imports next to nothing: a training or a launcher holds its signals before it imports the rest.
 """
 
 import os
@@ -15,7 +15,7 @@ _held = False
 
 
 def hold_signals() -> None:
-    """Holds these signals until `release_signals`."""
+    """Blocks these signals until `release_signals`."""
     global _held
     _held = True
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -31,17 +31,17 @@ def release_signals() -> None:
 def hear_interrupt() -> None:
     """Makes Ctrl-C raise KeyboardInterrupt; a second one ends the process.
 
-    One that `child.start_here` holds comes now, but none that this process holds itself.
+    A Ctrl-C that `child.start_here` holds is delivered now, but not one that this process holds.
     Does nothing where SIGINT is handled otherwise, or ignored as in a shell's background.  A forked
-    child ends without a word: its parent has the signal, too.
+    child ends without a message: its parent gets the signal as well.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
-    process = os.getpid()
+    pid = os.getpid()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         global _interrupted
-        if os.getpid() != process:
+        if os.getpid() != pid:
             os._exit(INTERRUPTED)
         if _interrupted:
             end_interrupted()
@@ -60,7 +60,7 @@ def forget_interrupt() -> None:
 
 
 def was_interrupted() -> bool:
-    """Returns True after Ctrl-C, whatever error a library has made of it."""
+    """Returns True after Ctrl-C, whatever error a library has raised for it."""
     return _interrupted
 
 

@@ -1,12 +1,11 @@
 """Experiment trackers: TensorBoard, Weights & Biases, MLflow, SwanLab.
 
-    TrackerProcess   a MetricWriter that hands everything to one of the others in its own process
-    TRACKERS         the others, by `log.trackers.name`
+    TrackerProcess   a MetricWriter that passes everything to a tracker's writer in another process
+    TRACKERS         the writers of trackers, by `log.trackers.name`
 
-A tracker's library patches what it finds, starts threads and waits for networks.  So each tracker
-has a process of its own, of rank 0 alone: whatever it does there, a step waits for none of it, and
-a signal or a fork of the run does not meet it.  What cannot be handed over is dropped, with one
-warning; the run continues.
+A tracker's library patches modules, starts threads and waits for networks.  So each tracker has a
+process of its own, beside rank 0 alone: no step waits for it, and signals and forks of the run do
+not reach it.  Data that cannot be passed on are dropped, with one warning; the run continues.
 """
 
 import importlib
@@ -37,22 +36,22 @@ from ppdist.common.writers import MetricWriter
 from ppdist.runtime.writer_thread import WriterThread
 
 _MOST_BYTES = 1 << 26  # that wait for a tracker; some hundred images
-_HUNG_SECONDS = 300.0  # without a read after which a tracker counts as blocked
-_CLOSE_SECONDS = 60.0  # for the rest at the end of a run
-_STOPPED_SECONDS = 5.0  # the same, where a signal ends the run: who sent it waits some 30
+_HUNG_SECONDS = 300.0  # a tracker that reads nothing for so long counts as blocked
+_CLOSE_SECONDS = 60.0  # to write the rest at the end of a run
+_STOPPED_SECONDS = 5.0  # the same after a signal, whose sender waits some 30 s
 _LAST_WORDS_SECONDS = 1.0
-_PROJECT = "ppdist"  # in which runs are shown, unless the tracker's own variable says another
+_PROJECT = "ppdist"  # in which runs are shown, unless the tracker's own variable sets another
 _ERROR_FILE, _LOG_FILE, _ID_FILE = "error.txt", "log.txt", "run.json"
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker's writer gets of the run.
+    """The run as a tracker's writer sees it.
 
     Attributes:
-        config: its section of `log.trackers`.
-        folder: output_dir/trackers/NAME, its own; it exists.
-        name: how the run is called.
+        config: the tracker's section of `log.trackers`.
+        folder: output_dir/trackers/NAME, of this tracker alone; it exists.
+        name: name of the run.
         resume_step: the step that this run continues from; None: a new run.
     """
 
@@ -62,7 +61,7 @@ class TrackedRun:
     resume_step: int | None
 
     def remembered_id(self) -> str | None:
-        """The tracker's id of a resumed run; None: a new run."""
+        """Reads the tracker's id of a resumed run; None: a new run."""
         if self.resume_step is None:
             return None
         try:
@@ -71,12 +70,12 @@ class TrackedRun:
             return None
 
     def remember_id(self, identity: str) -> None:
-        """For a start of this run that resumes it."""
+        """Writes the tracker's id, for a later start that resumes this run."""
         replace_file(self.folder / _ID_FILE, json.dumps({"id": identity}).encode())
 
 
 class TrackerProcess(MetricWriter):
-    """Passes data to a tracker's writer in another process without waiting.
+    """A writer that passes data to a tracker's writer in another process, without waiting.
 
     Only `close` waits.  Each call raises RuntimeError once if the tracker has failed or hangs:
     after that nothing is passed to it any more.
@@ -93,21 +92,21 @@ class TrackerProcess(MetricWriter):
         run.folder.mkdir(parents=True, exist_ok=True)
         self._folder = run.folder
         (run.folder / _ERROR_FILE).unlink(missing_ok=True)
-        # For Pythons that the library starts: none looks into the current folder, from 3.11 on.
+        # For Pythons that the library starts: from 3.11 on they skip the current folder.
         paths = os.pathsep.join(filter(None, sys.path))
         environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
-        # No `python_module`: there this module would be another one, with classes of its own.
+        # Not `python_module`: classes of a module that runs as `__main__` cannot be unpickled here.
         command = python("from ppdist.common.trackers import main; main()")
         with open_own(run.folder / _LOG_FILE, "ab") as output:
-            # Not tied to this process: it writes what it has when its input ends.
+            # It does not end with this process: it writes what it has when its input ends.
             self.process = start(
                 command, stdin=PIPE, stdout=output, stderr=output, env=environment, ends_by=0
             )
-        self._latest = math.inf  # when to be closed, by time.monotonic()
-        self._closes: float | None = None  # when it was asked to
-        self._off = False
+        self._close_deadline = math.inf  # by time.monotonic()
+        self._end_called_at: float | None = None  # by time.monotonic()
+        self._is_off = False
         self._pipe = WriterThread()
-        self._taken = time.monotonic()  # when the process last took something
+        self._last_read_at = time.monotonic()  # when the process last read
         self._put((target, run))
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -128,67 +127,67 @@ class TrackerProcess(MetricWriter):
     def limit_close(self, seconds: float = 0.0) -> None:
         """Limits how long `close` waits.
 
-        Until `seconds` from now or a few seconds from its call, whichever is later.
+        The limit is `seconds` from now or a few seconds after `end`, whichever is later.
         """
-        self._latest = time.monotonic() + seconds
+        self._close_deadline = time.monotonic() + seconds
 
     def end(self) -> None:
-        if not self._off and self._closes is None:
+        if not self._is_off and self._end_called_at is None:
             self._put(("close", ()))
-            self._closes = time.monotonic()
+            self._end_called_at = time.monotonic()
 
     def close(self) -> None:
         """Waits until all is written, for a minute at most since `end`."""
         self.end()
-        if self._off or self._closes is None:
+        if self._is_off or self._end_called_at is None:
             return
-        self._off = True
-        limited = max(self._latest, self._closes + _STOPPED_SECONDS)
-        last = min(self._closes + _CLOSE_SECONDS, limited)
+        self._is_off = True
+        close_limit = max(self._close_deadline, self._end_called_at + _STOPPED_SECONDS)
+        deadline = min(self._end_called_at + _CLOSE_SECONDS, close_limit)
         try:
-            code = self.process.wait(max(0.0, last - time.monotonic()))
+            code = self.process.wait(max(0.0, deadline - time.monotonic()))
         except TimeoutExpired:
             self.process.kill()
             self.process.wait()
             raise RuntimeError(
-                f"it did not finish within {last - self._closes:.2g} s of the end and was "
-                f"stopped; see {self._folder / _LOG_FILE}"
+                f"it did not finish within {deadline - self._end_called_at:.2g} s of the end and "
+                f"was stopped; see {self._folder / _LOG_FILE}"
             ) from None
         if code:
-            raise RuntimeError(self._why())
+            raise RuntimeError(self._explain_end())
 
     def _put(self, message: tuple[Any, ...]) -> None:
-        if self._off:
+        if self._is_off:
             return
-        trouble = ""
+        problem = ""
         if self.process.poll() is not None:
-            trouble = self._why()
+            problem = self._explain_end()
         elif self._pipe.waiting_bytes > _MOST_BYTES or (
-            self._pipe.waiting and time.monotonic() - self._taken > _HUNG_SECONDS
+            self._pipe.waiting and time.monotonic() - self._last_read_at > _HUNG_SECONDS
         ):
-            trouble = f"it is blocked; see {self._folder / _LOG_FILE}"
-        if trouble:
-            self._off = True
+            problem = f"it is blocked; see {self._folder / _LOG_FILE}"
+        if problem:
+            self._is_off = True
             self.process.kill()
             self.process.wait()
-            raise RuntimeError(trouble)
+            raise RuntimeError(problem)
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         if not self._pipe.waiting:
-            self._taken = time.monotonic()
+            self._last_read_at = time.monotonic()
         self._pipe.put("tracker", partial(self._send, data), len(data))
 
     def _send(self, data: bytes) -> None:
-        """Sends data in a thread, so that the run need not wait.
+        """Sends data, in a thread, so that the run need not wait.
 
-        It fails where the process has ended, which `_put` sees.
+        It fails if the process has ended, which the next `_put` reports.
         """
         assert self.process.stdin is not None
         self.process.stdin.write(data)
         self.process.stdin.flush()
-        self._taken = time.monotonic()
+        self._last_read_at = time.monotonic()
 
-    def _why(self) -> str:
-        """Why the process has ended."""
+    def _explain_end(self) -> str:
+        """Returns the reason why the process has ended."""
         try:
             return (self._folder / _ERROR_FILE).read_text(encoding="utf-8")
         except OSError:
@@ -199,9 +198,9 @@ class TrackerProcess(MetricWriter):
 
 
 def main() -> None:
-    """The process of one tracker: reads messages from stdin, calls its writer."""
+    """Runs the process of one tracker: reads messages from stdin, calls its writer."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the run says when it ends
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the run itself says when to end
         signal.signal(number, signal.SIG_IGN)
     messages = sys.stdin.buffer
     target, run = pickle.load(messages)
@@ -212,8 +211,8 @@ def main() -> None:
 def _serve(messages: Any, target: str, run: TrackedRun) -> None:
     try:
         module, _, name = target.partition(":")
-        kind: Any = reduce(getattr, name.split("."), importlib.import_module(module))
-        writer = kind(run)
+        writer_class: Any = reduce(getattr, name.split("."), importlib.import_module(module))
+        writer = writer_class(run)
         method = ""
         while method != "close":
             try:
@@ -225,24 +224,21 @@ def _serve(messages: Any, target: str, run: TrackedRun) -> None:
             getattr(writer, method)(*arguments)
     except Exception as error:
         traceback.print_exc()
-        why = without_secrets(f"{type(error).__name__}: {error}")
-        replace_file(run.folder / _ERROR_FILE, why.encode())
+        reason = without_secrets(f"{type(error).__name__}: {error}")
+        replace_file(run.folder / _ERROR_FILE, reason.encode())
         sys.exit(1)
 
 
 _SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-_SHORTEST_SECRET = 6  # characters; what is shorter would mask ordinary words
+_SHORTEST_SECRET = 6  # characters; shorter values would mask ordinary words
 _LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
 
 
 def without_secrets(text: str) -> str:
-    """Masks logins in addresses and values of secret environment variables.
-
-    Those are variables whose names suggest secrets.
-    """
+    """Masks logins in addresses and values of environment variables whose names suggest secrets."""
     text = _LOGIN.sub("***@", text)
-    found = {value for name, value in os.environ.items() if _SECRET_NAME.search(name)}
-    for value in sorted(found, key=len, reverse=True):
+    secrets = {value for name, value in os.environ.items() if _SECRET_NAME.search(name)}
+    for value in sorted(secrets, key=len, reverse=True):
         if len(value) >= _SHORTEST_SECRET:
             text = text.replace(value, "***")
     return text
@@ -250,23 +246,23 @@ def without_secrets(text: str) -> str:
 
 @contextmanager
 def _masked_output() -> Iterator[None]:
-    """Masks secrets in all output of this process inside the block.
+    """Masks secrets, inside the block, in all output of this process, that of native code included.
 
-    Native output, too; it goes to the process's stdout.
+    All output goes to the process's stdout.
     """
-    log, (ours, theirs) = os.dup(1), os.pipe()
+    log, (read_end, write_end) = os.dup(1), os.pipe()
     for number in (1, 2):
-        os.dup2(theirs, number)
-    os.close(theirs)
+        os.dup2(write_end, number)
+    os.close(write_end)
 
-    def copy() -> None:
-        with open(ours, "rb") as lines:
+    def copy_masked() -> None:
+        with open(read_end, "rb") as lines:
             for line in lines:
                 masked = without_secrets(os.fsdecode(line))
-                with suppress(OSError):  # a full disk: who prints must not wait for it
+                with suppress(OSError):  # a full disk must not block the thread that prints
                     os.write(log, os.fsencode(masked))
 
-    thread = threading.Thread(target=copy, daemon=True)
+    thread = threading.Thread(target=copy_masked, daemon=True)
     thread.start()
     try:
         yield
@@ -275,11 +271,14 @@ def _masked_output() -> Iterator[None]:
             stream.flush()
         for number in (1, 2):
             os.dup2(log, number)
-        thread.join(_LAST_WORDS_SECONDS)  # a child of it may keep its end open
+        thread.join(_LAST_WORDS_SECONDS)  # a child process may keep the pipe open
 
 
 def require_tracker(name: str) -> None:
-    """Raises: ConfigError: the package of one of TRACKERS is not installed."""
+    """Checks that the package of a tracker is installed.
+
+    Raises: ConfigError `package_missing`.
+    """
     package = "tensorboardX" if name == "tensorboard" else name
     if name in TRACKERS and find_spec(package) is None:
         raise ConfigError(
@@ -291,10 +290,10 @@ def require_tracker(name: str) -> None:
 
 
 class TensorBoardWriter(MetricWriter):
-    """TensorBoard, by tensorboardX.
+    """A writer for TensorBoard, by tensorboardX.
 
-    Where a run is resumed or rolled back a new file begins, which says from which step on earlier
-    points do not count; TensorBoard hides them.
+    A resumed or rolled back run begins a new file, which says from which step on earlier points do
+    not count; TensorBoard hides them.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -327,10 +326,10 @@ class TensorBoardWriter(MetricWriter):
         from tensorboardX import summary
 
         # `add_hparams` would begin another run; its third part would mark this one as ended.
-        made = summary.hparams(dict(hyper_parameters), dict.fromkeys(metrics, 0.0))
-        for part in made[:2]:
-            self._writer.file_writer.add_summary(part, 0)
-        for name, text in texts.items():  # indented by four it is taken as it is, not as Markdown
+        summaries = summary.hparams(dict(hyper_parameters), dict.fromkeys(metrics, 0.0))
+        for part_summary in summaries[:2]:
+            self._writer.file_writer.add_summary(part_summary, 0)
+        for name, text in texts.items():  # indented by four it is not taken for Markdown
             self._writer.add_text(f"config/{name}", f"    {text}", 0)
 
     def close(self) -> None:
@@ -338,10 +337,10 @@ class TensorBoardWriter(MetricWriter):
 
 
 class WandbWriter(MetricWriter):
-    """Weights & Biases.
+    """A writer for Weights & Biases.
 
-    Its own step only grows, and a run that rolls back makes steps again; so the step is a value of
-    its own, `step`, over which all others are drawn.  Resuming continues the same run.
+    Its own step only grows, and a run that rolls back makes steps again; so the step is a separate
+    value, `step`, over which all others are drawn.  Resuming continues the same run.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -364,7 +363,9 @@ class WandbWriter(MetricWriter):
         self._run.log({"step": step, **values})
 
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
-        self._run.log({"step": step, tag: [self._wandb.Image(each) for each in images_HW3]})
+        self._run.log(
+            {"step": step, tag: [self._wandb.Image(image_HW3) for image_HW3 in images_HW3]}
+        )
 
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
@@ -377,25 +378,27 @@ class WandbWriter(MetricWriter):
 
 
 class MLflowWriter(MetricWriter):
-    """MLflow through its client, without global state; resuming continues the run."""
+    """A writer for MLflow, by its client, without global state; resuming continues the run."""
 
     def __init__(self, run: TrackedRun) -> None:
         import mlflow
         from mlflow.entities import Metric, Param
 
         self._metric, self._param = Metric, Param
-        where = os.environ.get("MLFLOW_TRACKING_URI")
-        if not where:
-            where = (run.folder / "mlruns").resolve().as_uri()
-            # MLflow 3.7 and later want to be asked before they write to a folder.
+        address = os.environ.get("MLFLOW_TRACKING_URI")
+        if not address:
+            address = (run.folder / "mlruns").resolve().as_uri()
+            # MLflow 3.7 and later write to a folder only with this.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        self._client = mlflow.MlflowClient(tracking_uri=where)
+        self._client = mlflow.MlflowClient(tracking_uri=address)
         identity = run.remembered_id()
         if identity is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-            found = self._client.get_experiment_by_name(name)
+            experiment_entry = self._client.get_experiment_by_name(name)
             experiment = (
-                self._client.create_experiment(name) if found is None else found.experiment_id
+                self._client.create_experiment(name)
+                if experiment_entry is None
+                else experiment_entry.experiment_id
             )
             identity = self._client.create_run(experiment, run_name=run.name).info.run_id
             run.remember_id(identity)
@@ -405,20 +408,24 @@ class MLflowWriter(MetricWriter):
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         now = round(1000 * time.time())
-        metrics = [self._metric(_plain(tag), value, now, step) for tag, value in values.items()]
+        metrics = [
+            self._metric(_to_mlflow_key(tag), value, now, step) for tag, value in values.items()
+        ]
         for begin in range(0, len(metrics), 1000):  # a server takes no more at once
             self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
 
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
         for number, image_HW3 in enumerate(images_HW3):
-            self._client.log_image(self._id, image_HW3, key=_plain(f"{tag}/{number}"), step=step)
+            self._client.log_image(
+                self._id, image_HW3, key=_to_mlflow_key(f"{tag}/{number}"), step=step
+            )
 
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
     ) -> None:
-        # A parameter keeps its first value; a resumed run may have others, so they are tags, too.
-        known = self._client.get_run(self._id).data.params
-        fresh = {key: value for key, value in hyper_parameters.items() if key not in known}
+        # A parameter keeps its first value; a resumed run may have others, so all are tags as well.
+        stored = self._client.get_run(self._id).data.params
+        fresh = {key: value for key, value in hyper_parameters.items() if key not in stored}
         self._client.log_batch(
             self._id, params=[self._param(key, str(value)) for key, value in fresh.items()]
         )
@@ -430,7 +437,7 @@ class MLflowWriter(MetricWriter):
 
 
 class SwanLabWriter(MetricWriter):
-    """SwanLab.  Resuming continues the same run online; offline it begins another one."""
+    """A writer for SwanLab; resuming continues the run online, offline it begins another one."""
 
     def __init__(self, run: TrackedRun) -> None:
         import swanlab
@@ -438,19 +445,21 @@ class SwanLabWriter(MetricWriter):
         self._swanlab = swanlab
         offline = os.environ.get("SWANLAB_MODE") in ("offline", "local")
         identity = None if offline else run.remembered_id()
-        begun = swanlab.init(
+        run_handle = swanlab.init(
             project=os.environ.get("SWANLAB_PROJ_NAME", _PROJECT),
             name=run.name,
             log_dir=str(run.folder),
             **({"id": identity, "resume": "allow"} if identity else {}),
         )
-        run.remember_id(str(begun.id))
+        run.remember_id(str(run_handle.id))
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._swanlab.log(dict(values), step=step)
 
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
-        self._swanlab.log({tag: [self._swanlab.Image(each) for each in images_HW3]}, step=step)
+        self._swanlab.log(
+            {tag: [self._swanlab.Image(image_HW3) for image_HW3 in images_HW3]}, step=step
+        )
 
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
@@ -461,8 +470,8 @@ class SwanLabWriter(MetricWriter):
         self._swanlab.finish()
 
 
-def _plain(tag: str) -> str:
-    """A tag of the characters that MLflow takes."""
+def _to_mlflow_key(tag: str) -> str:
+    """Replaces the characters of a tag that MLflow refuses."""
     return re.sub(r"[^\w\-. /]", "_", tag)
 
 

@@ -1,6 +1,6 @@
 """Metric writers: a run's numbers and pictures for VisualDL and for trackers (trackers.py).
 
-All get the same tags, steps and pictures, in the thread that writes the files of a run; a writer
+All writers get the same tags, steps and pictures, in the thread that writes the files of a run; one
 that fails costs a warning.
 """
 
@@ -24,21 +24,21 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)  # viewers keep a point as float3
 
 
 class MetricWriter:
-    """Base of all writers: a run's numbers and pictures for one program.
+    """The base of all writers: a run's numbers and pictures for one program.
 
-    Override what the program can show.  Each method raises what goes wrong: it costs a warning.
+    Override the methods for what the program can show.  An error that one raises costs a warning.
     """
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One point for each tag, such as `train/loss` or `eval/mAP`."""
+        """Adds one point for each tag, such as `train/loss` or `eval/mAP`."""
 
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
-        """uint8 RGB images; sizes may differ."""
+        """Adds uint8 RGB images; sizes may differ."""
 
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
     ) -> None:
-        """Says what run this is.
+        """Describes the run.
 
         Args:
             hyper_parameters: numbers and texts that runs are compared by.
@@ -50,17 +50,17 @@ class MetricWriter:
         """Drops the points after a step, because they are made again."""
 
     def end(self) -> None:
-        """Nothing more comes but `close`; must not wait."""
+        """Is called before `close`, when nothing more comes; must not wait."""
 
     def close(self) -> None:
-        """Writes the rest."""
+        """Writes the rest and closes the writer."""
 
 
 def scalar_points(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record of metrics.jsonl, by tag.
+    """Returns the numbers of a record of metrics.jsonl, by tag.
 
-    A record with `eval_seconds` is one of an evaluation.  There a value below 0 says that there was
-    nothing to measure, such as no small object.
+    A record with `eval_seconds` is that of an evaluation.  There a value below 0 means that there
+    was nothing to measure, such as no small object, and is left out.
     """
     evaluation = "eval_seconds" in record
     points = {}
@@ -93,9 +93,9 @@ def _tag(key: str, evaluation: bool) -> str:
 
 @dataclass
 class MetricWriters:
-    """Passes everything to all writers in a thread; failures only warn.
+    """The writers of a run: everything goes to all of them, in a thread; failures only warn.
 
-    Attributes: thread: also collects failures by the name of the program.
+    Attributes: thread: also collects failures, by the name of the program.
     """
 
     thread: WriterThread
@@ -109,19 +109,19 @@ class MetricWriters:
             self.thread.failures.append((program, error))
 
     def metrics(self, record: Mapping[str, Any]) -> None:
-        """The numbers of one record of metrics.jsonl; see `scalar_points`."""
+        """Writes the numbers of one record of metrics.jsonl; see `scalar_points`."""
         step, points = int(record["step"]), scalar_points(record)
-        self._each(lambda writer: writer.add_scalars(step, points))
+        self._call_writers(lambda writer: writer.add_scalars(step, points))
 
     def images(self, tag: str, step: int, images_HW3: list[np.ndarray]) -> None:
-        """uint8 RGB images under `tag/0`, `tag/1`, ...; sizes may differ."""
+        """Writes uint8 RGB images under `tag/0`, `tag/1`, ...; sizes may differ."""
         size = sum(image_HW3.nbytes for image_HW3 in images_HW3)
-        self._each(lambda writer: writer.add_images(step, tag, images_HW3), size)
+        self._call_writers(lambda writer: writer.add_images(step, tag, images_HW3), size)
 
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
     ) -> None:
-        """Hyper-parameters for the page that compares runs, and the configuration.
+        """Writes hyper-parameters for the page that compares runs, and the configuration.
 
         Args:
             hyper_parameters: numbers and texts.
@@ -131,26 +131,26 @@ class MetricWriters:
         probe = dict.fromkeys(metrics, 0.0) | {"eval_seconds": 0.0}
         tags = [tag for tag in scalar_points(probe) if not tag.startswith("speed/")]
         tags.append("train/loss")
-        self._each(lambda writer: writer.describe(hyper_parameters, tags, texts))
+        self._call_writers(lambda writer: writer.describe(hyper_parameters, tags, texts))
 
-    def rollback(self, step: int, guarded: Callable[[Callable[[], object]], object]) -> None:
+    def rollback(self, step: int, guard: Callable[[Callable[[], object]], object]) -> None:
         """Drops the points after a step, because they are made again.
 
-        Args: guarded: checks what is to be checked, then does what it is given.
+        Args: guard: calls the function that it gets, after its own checks.
         """
-        self._each(lambda writer: guarded(partial(writer.rollback, step)))
+        self._call_writers(lambda writer: guard(partial(writer.rollback, step)))
 
     def close(self) -> None:
-        """Closes all writers in parallel; the second call does nothing.
-
-        Writers that have to be waited for end at the same time.
-        """
-        self._each(lambda writer: writer.end())
-        self._each(lambda writer: writer.close())
+        """Closes all writers, at the same time; the second call does nothing."""
+        self._call_writers(lambda writer: writer.end())
+        self._call_writers(lambda writer: writer.close())
         self._writers = {}
 
-    def _each(self, write: Callable[[MetricWriter], object], size: int = 0) -> None:
-        """Args: size: bytes kept in the queue; droppable if above 0."""
+    def _call_writers(self, write: Callable[[MetricWriter], object], size: int = 0) -> None:
+        """Calls `write` for each writer, in the thread.
+
+        Args: size: bytes that wait in the queue; with any, the call may be dropped.
+        """
         for program, writer in self._writers.items():
             self.thread.put(program, partial(write, writer), size, may_drop=size > 0)
 
@@ -158,7 +158,7 @@ class MetricWriters:
 _LENGTH = struct.Struct("<Q")  # before each record
 
 
-def _whole_records(data: bytes) -> Iterator[bytes]:
+def _split_records(data: bytes) -> Iterator[bytes]:
     """Splits data into records, without a last one that a crash truncated."""
     position = 0
     while position + _LENGTH.size <= len(data):
@@ -170,9 +170,9 @@ def _whole_records(data: bytes) -> Iterator[bytes]:
 
 
 def jpeg(image_HW3: np.ndarray) -> bytes:
-    """Of an uint8 RGB image."""
-    done, encoded = cv2.imencode(".jpg", image_HW3[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])
-    if not done:
+    """Encodes a uint8 RGB image as JPEG."""
+    succeeded, encoded = cv2.imencode(".jpg", image_HW3[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])
+    if not succeeded:
         raise ValueError(f"an image of shape {image_HW3.shape} cannot be encoded as JPEG")
     return encoded.tobytes()
 
@@ -182,7 +182,7 @@ _HPARAM_TAG, _CONFIG_TAG = "hparam", "config/"  # the first name is VisualDL's
 
 
 class VisualDLWriter(MetricWriter):
-    """Appends to the one VisualDL record file of a folder.
+    """A writer that appends to the only VisualDL record file of a folder.
 
     A write that fails leaves the file as it was before that call, so it stays readable.
 
@@ -204,7 +204,7 @@ class VisualDLWriter(MetricWriter):
 
         Args:
             folder: made when it is missing.
-            run_name: what the page calls this run.
+            run_name: name of the run on the page.
             keep_until_step: points after this step are dropped; None drops every earlier point.
         Raises: OSError: the folder cannot be made or written; ImportError: VisualDL is not
             installed.
@@ -228,26 +228,29 @@ class VisualDLWriter(MetricWriter):
         self._open(step)
 
     def _open(self, keep_until_step: int | None) -> None:
-        kept = []
+        frames = []
         if keep_until_step is not None and self._path.exists():
-            frames = _whole_records(bytes_of(self._path))
-            kept = [frame for frame in frames if self._is_kept(frame, keep_until_step)]
-        if not kept:
-            kept = [self._frame(0, "meta_data_tag", meta_data={"display_name": self._run_name})]
-        replace_file(self._path, b"".join(kept + self._described))
+            old_frames = _split_records(bytes_of(self._path))
+            frames = [frame for frame in old_frames if self._is_kept(frame, keep_until_step)]
+        if not frames:
+            frames = [self._frame(0, "meta_data_tag", meta_data={"display_name": self._run_name})]
+        replace_file(self._path, b"".join(frames + self._described))
         self._file = open_appended(self._path)
 
     def _is_kept(self, frame: bytes, step: int) -> bool:
-        """Whether a resumed run keeps a record.
+        """Returns True if a resumed run keeps a record.
 
-        It must be of at most this step, and not of what `describe` rewrites.
+        Its step is at most `step`, and `describe` does not write it again.
         """
         (value,) = self._record_type.FromString(frame[_LENGTH.size :]).values
         described = value.tag == _HPARAM_TAG or value.tag.startswith(_CONFIG_TAG)
         return value.id <= step and not described
 
     def _frame(self, step: int, tag: str, **content: Any) -> bytes:
-        """Args: content: the one type-specific field of a Value."""
+        """Packs a record with one Value.
+
+        Args: content: the one type-specific field of the Value.
+        """
         value = {"id": step, "tag": tag, "timestamp": round(time.time() * 1000), **content}
         record = self._record_type(values=[value]).SerializeToString()
         return _LENGTH.pack(len(record)) + record

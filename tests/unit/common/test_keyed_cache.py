@@ -14,7 +14,7 @@ BLOCK = 4096
 
 @pytest.fixture(autouse=True)
 def large_disk(monkeypatch) -> None:
-    monkeypatch.setattr(keyed_cache, "_free", lambda folder: 1 << 40)
+    monkeypatch.setattr(keyed_cache, "_free_bytes", lambda folder: 1 << 40)
 
 
 def entries(cache: KeyedCache) -> list[Path]:
@@ -65,7 +65,7 @@ def test_full_disk_is_said_once_and_costs_nothing(tmp_path, monkeypatch):
     said: list[str] = []
     cache = KeyedCache(tmp_path, 1 << 20, said.append)
     assert cache.put("a", b"content")
-    monkeypatch.setattr(keyed_cache, "_free", lambda folder: 0)
+    monkeypatch.setattr(keyed_cache, "_free_bytes", lambda folder: 0)
     assert not cache.put("b", b"content") and not cache.put("c", b"content")
     (line,) = said
     assert "nothing more is kept" in line and "disk are free" in line

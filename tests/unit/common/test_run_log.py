@@ -190,7 +190,7 @@ def test_the_console_is_short_before_the_first_step(tmp_path, capsys):
 
 @pytest.mark.parametrize("end", ["docs/finetuning.md", "`ppdist data check x`"])
 def test_a_cut_warning_keeps_the_page_or_command_at_its_end(end):
-    short = Opening(80).short(f"{'boxes ' * 60}: {end}")
+    short = Opening(80).shorten(f"{'boxes ' * 60}: {end}")
     assert 150 < len(short) <= 160 and short.endswith(f"boxes ... {end}")
 
 

@@ -90,7 +90,7 @@ def test_a_store_that_cannot_be_reached_is_named_in_time() -> None:
 def test_firewalled_store_is_told_from_late_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store, "_call", lambda address, port: TimeoutError("timed out"))
+    monkeypatch.setattr(store, "_connect", lambda address, port: TimeoutError("timed out"))
     with raises("store_unreachable", "a firewall"):
         wait_for_store("10.0.0.1:6071", "b", 0)
 
