@@ -1,11 +1,11 @@
-"""Decoder of image files, which checks their structure first.
+"""A decoder of image files, which checks their structure first.
 
-A decoder trusts its input.  OpenCV 5.0 crashes on animated PNGs of 700 bytes with frames that do
+Decoders trust their input.  OpenCV 5.0 crashes on animated PNGs of 700 bytes with frames that do
 not fit.  It allocates 4 GB, or crashes, for a PNG of 100 bytes with a chunk that claims them.  It
 paints the missing part of a JPEG grey, and it unpacks an all-white PNG of 107 KB to 900 million
-pixels, 5 GB at its peak.  So callers call `damage` first, and `decode` passes on only what pixels
-need.  Depending on its version, OpenCV ignores the masks of a BMP or refuses it: such BMPs are
-refused.
+pixels, 5 GB at its peak.  So callers call `damage` first, and `decode` passes on only the parts
+that pixels need.  Depending on its version, OpenCV ignores the masks of a BMP or refuses it: such
+BMPs are refused.
 
 Every image is decoded this way: in training, the tools, `deploy/python` and `deploy/serving`.
 
@@ -61,7 +61,7 @@ _JPEG_PIXELS = 2048  # most that one byte of a JPEG can hold (a bit per block: 5
 _SEGMENT = re.compile(b"\xff[\x02-\xcf\xd9-\xfe]")
 _SCAN = 0xDA  # the JPEG marker before the pixels
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of a frame's size
-_USUAL_FRAMES = (0xC0, 0xC1, 0xC2)  # Huffman coded: which others are read depends on the build
+_USUAL_FRAMES = (0xC0, 0xC1, 0xC2)  # Huffman coded; the other kinds depend on the build
 _END = b"\xff\xd9"
 _APP1 = 0xE1  # the JPEG marker of EXIF
 _ORIENTATION = 0x112  # a tag of EXIF
@@ -72,23 +72,23 @@ _TIFF = {
     b"II+\0": ("<", True),
     b"MM\0+": (">", True),
 }
-# Flags are bits: those of REDUCED_COLOR_2 beside IMREAD_COLOR say how far to reduce.
+# The bits that REDUCED_COLOR_2 adds to IMREAD_COLOR select the reduction.
 _REDUCED = {
     1: 0,
     2: cv2.IMREAD_REDUCED_COLOR_2 & ~cv2.IMREAD_COLOR,
     4: cv2.IMREAD_REDUCED_COLOR_4 & ~cv2.IMREAD_COLOR,
     8: cv2.IMREAD_REDUCED_COLOR_8 & ~cv2.IMREAD_COLOR,
 }
-# A BMP's masks say which bits of a pixel are which colour; they follow the first 40 bytes of its
+# A BMP's masks select the bits of each colour in a pixel; they follow the first 40 bytes of its
 # header, inside it or after it.
 _BMP_RGB, _BMP_MASKS = 0, (3, 6)  # compression; the last also has an alpha mask
 _BMP_HEADERS = (40, 52, 56, 108, 124)  # sizes of those with masks inside or after them
 _MASKS_AT = 54
-# Masks of 32 and 16 bits that OpenCV reads (of 16 bits only after the shortest header); it takes
-# three empty ones of 32 bits for the usual ones.
+# Masks of 32 and 16 bits that OpenCV reads (16 bits only after the shortest header); it treats
+# three empty masks of 32 bits as the usual ones.
 _USUAL_MASKS = ((0xFF0000, 0xFF00, 0xFF), (0, 0, 0))
 _USUAL_MASKS_16 = ((0x7C00, 0x3E0, 0x1F), (0xF800, 0x7E0, 0x1F))
-_TIFF_WHOLE = {3: "H", 4: "I", 16: "Q"}  # integer types
+_TIFF_INTEGERS = {3: "H", 4: "I", 16: "Q"}  # integer types
 _MOST_TIFF_ENTRIES = 1000
 # Tags of a TIFF -> the names that `Tiff` has for their first values.
 _TIFF_TAGS = {
@@ -114,25 +114,25 @@ def decode(content: bytes, reduced: int = 1, upright: bool = True) -> np.ndarray
     Args:
         content: a file in which `damage` finds nothing.
         reduced: 2, 4 or 8: for a JPEG, a half, quarter or eighth of each side, rounded up.
-        upright: False: as it is stored, ignoring its EXIF data.
+        upright: False: as stored, ignoring the EXIF orientation.
     Raises: cv2.error.
     """
     if content.startswith(PNG):
-        content = _still(content)
+        content = _strip_png(content)
     if simplejpeg is not None and content.startswith(JPEG):
-        image_HW3 = _by_simplejpeg(content, reduced, upright)
+        image_HW3 = _decode_by_simplejpeg(content, reduced, upright)
         if image_HW3 is not None:
             return image_HW3
     if content[:4] in _TIFF:
-        content = _without_alpha(content)
+        content = _unmark_alpha(content)
     # Straight to RGB: through BGR, a JPEG takes a sixth longer.
     flags = cv2.IMREAD_COLOR_RGB | _REDUCED[reduced]
     flags |= 0 if upright else cv2.IMREAD_IGNORE_ORIENTATION
     return cv2.imdecode(np.frombuffer(content, np.uint8), flags)
 
 
-def _by_simplejpeg(jpeg: bytes, reduced: int, upright: bool) -> np.ndarray | None:
-    """Decodes a usual, upright, undamaged JPEG; None: left to OpenCV."""
+def _decode_by_simplejpeg(jpeg: bytes, reduced: int, upright: bool) -> np.ndarray | None:
+    """Decodes a usual, upright, undamaged JPEG; None: it is left to OpenCV."""
     size = usual_jpeg(jpeg, upright)
     if size is None:
         return None
@@ -150,7 +150,7 @@ def _by_simplejpeg(jpeg: bytes, reduced: int, upright: bool) -> np.ndarray | Non
 
 
 def usual_jpeg(jpeg: bytes, upright: bool) -> tuple[int, int, int] | None:
-    """(height, width, channels) of a usual, upright JPEG; None: unsure.
+    """Returns (height, width, channels) of a usual, upright JPEG; None: it may be unusual.
 
     Walks the segments as `_jpeg_damage` does, up to the pixels.
     """
@@ -177,7 +177,7 @@ def usual_jpeg(jpeg: bytes, upright: bool) -> tuple[int, int, int] | None:
 
 
 def _is_upright(exif: bytes) -> bool:
-    """Whether the first directory is readable and keeps the orientation."""
+    """Returns True if the first EXIF directory is readable and keeps the orientation."""
     if exif[:4] not in (b"II*\0", b"MM\0*"):
         return False
     order = _TIFF[exif[:4]][0]
@@ -193,8 +193,8 @@ def _is_upright(exif: bytes) -> bool:
     return True
 
 
-def _still(png: bytes) -> bytes:
-    """The PNG with only the chunks that its pixels need."""
+def _strip_png(png: bytes) -> bytes:
+    """Returns the PNG with only the chunks that its pixels need."""
     chunks = [*png_chunks(png)]
     if all(kind in _PNG_NEEDED for kind, _, _ in chunks):
         return png
@@ -202,44 +202,44 @@ def _still(png: bytes) -> bytes:
     return b"".join([PNG, *needed])
 
 
-def _without_alpha(tiff: bytes) -> bytes:
-    """The TIFF with its alpha channel no longer marked as transparency."""
-    found = tiff_of(lambda at, count: tiff[at : at + count])
-    if found is None or found.extra != _UNASSOCIATED_ALPHA:
+def _unmark_alpha(tiff: bytes) -> bytes:
+    """Returns the TIFF with its alpha channel no longer marked as transparency."""
+    header = tiff_of(lambda offset, count: tiff[offset : offset + count])
+    if header is None or header.extra != _UNASSOCIATED_ALPHA:
         return tiff
-    return b"".join([tiff[: found.extra_at], b"\0\0", tiff[found.extra_at + 2 :]])
+    return b"".join([tiff[: header.extra_at], b"\0\0", tiff[header.extra_at + 2 :]])
 
 
 def has_sixteen_bits(content: bytes) -> bool:
-    """Whether a PNG or TIFF has 16 bits per channel."""
+    """Returns True if a PNG or TIFF has 16 bits per channel."""
     if content.startswith(PNG):
         return content[24] == 16
-    tiff = tiff_of(lambda at, count: content[at : at + count])
+    tiff = tiff_of(lambda offset, count: content[offset : offset + count])
     return tiff is not None and tiff.bits == 16
 
 
 def is_dark(image_HW3: np.ndarray) -> bool:
-    """Whether pixels use at most a quarter of their 8 bits."""
+    """Returns True if pixels use at most a quarter of their 8 bits."""
     return 0 < int(image_HW3.max()) < _DARK
 
 
 def format_of(suffix: str) -> str:
-    """The suffix with which OpenCV writes this format: `.jpg` for `.JFIF`."""
-    same = (each for each in FORMATS.values() if suffix.lower() in each)
-    return next(same, (suffix,))[0]
+    """Returns the suffix with which OpenCV writes this format: `.jpg` for `.JFIF`."""
+    matches = (suffixes for suffixes in FORMATS.values() if suffix.lower() in suffixes)
+    return next(matches, (suffix,))[0]
 
 
 def unread_kind(name: str) -> str:
-    """Name of an unsupported image format; "": supported, or not an image."""
+    """Names the unsupported image format of a file; "": supported, or not an image."""
     suffix = os.path.splitext(name)[1].lower()
     return suffix[1:].upper() if suffix in UNREAD_SUFFIXES else ""
 
 
 def unread_kinds(names: Iterable[str]) -> str:
-    """A line that counts files in unsupported image formats; "": none."""
-    found = Counter(filter(None, map(unread_kind, names)))
-    kinds = ", ".join(f"{count} {kind}" for kind, count in found.most_common())
-    return f"left out: {kinds}: unsupported; convert to JPEG or PNG" if found else ""
+    """Writes a line that counts files in unsupported image formats; "": there are none."""
+    counts = Counter(filter(None, map(unread_kind, names)))
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+    return f"left out: {kinds}: unsupported; convert to JPEG or PNG" if counts else ""
 
 
 def _unread_masks(content: bytes) -> tuple[int, int, int] | None:
@@ -255,10 +255,11 @@ def _unread_masks(content: bytes) -> tuple[int, int, int] | None:
 
 
 class Damage(NamedTuple):
-    """Why a file cannot be used.
+    """The damage of a file that cannot be used.
 
-    code: image_empty, image_truncated, image_unreadable, pixel_kind.  text: what follows the file's
-    name.
+    Attributes:
+        code: image_empty, image_truncated, image_unreadable or pixel_kind.
+        text: the message, to follow the file's name.
     """
 
     code: str
@@ -266,10 +267,10 @@ class Damage(NamedTuple):
 
 
 def damage(content: bytes, length: int | None = None) -> Damage | None:
-    """Damage that the structure of a file shows, or None.
+    """Finds damage that the structure of a file shows, or None.
 
-    It knows JPEG, PNG, BMP and WebP, and the size of some others; the decoder judges the rest
-    (OpenCV refuses more than 2**30 pixels).
+    It examines JPEG, PNG, BMP, WebP and TIFF, and the size of some other formats; the rest is left
+    to the decoder (OpenCV refuses more than 2**30 pixels).
 
     Args:
         content: all of the file; its first 66 bytes are enough unless it is a JPEG or PNG.
@@ -290,24 +291,24 @@ def damage(content: bytes, length: int | None = None) -> Damage | None:
         return _tiff_damage(content)
     for name, width, height in _other_sizes(content):
         if width * height > _DENSEST * length:
-            return _absurd(name, width, height, length)
+            return _implausible(name, width, height, length)
         if too_large := _too_large(name, width, height):
             return too_large
     return None
 
 
-def _cut_short(name: str) -> Damage:
+def _truncated(name: str) -> Damage:
     return Damage("image_truncated", f"the {name} data end early (incomplete file)")
 
 
-def _too_many(name: str) -> Damage:
+def _too_many_parts(name: str) -> Damage:
     return Damage("image_unreadable", f"the {name} has more than {_MOST_PARTS} parts")
 
 
-def _absurd(name: str, width: int, height: int, found: int) -> Damage:
+def _implausible(name: str, width: int, height: int, byte_count: int) -> Damage:
     return Damage(
         "image_unreadable",
-        f"the {name} claims {width}x{height} pixels, which {found} bytes cannot hold",
+        f"the {name} claims {width}x{height} pixels, which {byte_count} bytes cannot hold",
     )
 
 
@@ -321,35 +322,36 @@ def _too_large(name: str, width: int, height: int) -> Damage | None:
 
 
 def _jpeg_damage(content: bytes) -> Damage | None:
-    """Damage of a JPEG: of its segments, or a missing end.
+    """Finds damage of a JPEG: in its segments, or a missing end.
 
-    A thumbnail inside a segment has its own end; within coded pixels, 0xFF is always followed by 0,
-    so 0xFFD9 there is the true end.  The walk must match the decoder's: otherwise it could jump
-    over a frame that the decoder finds.
+    A thumbnail inside a segment has its own end mark; within coded pixels, 0xFF is always followed
+    by 0, so 0xFFD9 there is the true end.  The walk must match the decoder's: otherwise it could
+    skip a frame that the decoder finds.
     """
     position, marker, parts = 2, 0, 0
     while marker != _SCAN:
         segment, parts = _SEGMENT.search(content, position), parts + 1
         if parts > _MOST_PARTS:
-            return _too_many("JPEG")
+            return _too_many_parts("JPEG")
         if segment is None:
-            return _cut_short("JPEG")
+            return _truncated("JPEG")
         marker, position = content[segment.end() - 1], segment.end()
         if marker in _FRAMES and position + 7 <= len(content):
             height, width = struct.unpack_from(">HH", content, position + 3)
             if width * height > _JPEG_PIXELS * len(content):
-                return _absurd("JPEG", width, height, len(content))
+                return _implausible("JPEG", width, height, len(content))
             if too_large := _too_large("JPEG", width, height):
                 return too_large
         position += max(2, int.from_bytes(content[position : position + 2], "big"))
     if content.endswith(_END) and len(content) >= position + 2:  # saves a search of all pixels
         return None
-    return _cut_short("JPEG") if content.find(_END, position) < 0 else None
+    return _truncated("JPEG") if content.find(_END, position) < 0 else None
 
 
 def _png_damage(content: bytes) -> Damage | None:
+    """Finds damage of a PNG: in its header, its chunks, or a missing end."""
     if len(content) < 33:
-        return _cut_short("PNG")
+        return _truncated("PNG")
     if content[8:16] != b"\0\0\0\rIHDR":
         return Damage("image_unreadable", "the PNG does not begin with its size")
     width, height, bits, colour = struct.unpack_from(">IIBB", content, 16)
@@ -357,19 +359,19 @@ def _png_damage(content: bytes) -> Damage | None:
         return Damage("image_unreadable", "the PNG's header makes no sense")
     row = width * bits * _PNG_CHANNELS[colour] // 8
     if row * height > _DEFLATE * len(content):
-        return _absurd("PNG", width, height, len(content))
+        return _implausible("PNG", width, height, len(content))
     if too_large := _too_large("PNG", width, height):
         return too_large
     kinds = [kind for kind, _, _ in islice(png_chunks(content), _MOST_PARTS)]
     if kinds[-1] != b"IEND":
-        return _too_many("PNG") if len(kinds) == _MOST_PARTS else _cut_short("PNG")
+        return _too_many_parts("PNG") if len(kinds) == _MOST_PARTS else _truncated("PNG")
     if kinds.count(b"IHDR") > 1:
         return Damage("image_unreadable", "the PNG has several sizes")
     return None
 
 
 def png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yields (kind, begin, end) of each whole chunk of the image."""
+    """Yields (kind, begin, end) of each complete chunk of a PNG."""
     position, size = len(PNG), len(content)
     while position + 12 <= size:
         length, kind = _CHUNK.unpack_from(content, position)
@@ -382,9 +384,9 @@ def png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _bmp_damage(content: bytes, length: int) -> Damage | None:
-    """Uncompressed pixels must be complete; the decoder judges others."""
+    """Finds damage of a BMP: incomplete uncompressed pixels; others are left to the decoder."""
     if len(content) < 34:
-        return _cut_short("BMP")
+        return _truncated("BMP")
     start, header, width, height, _, bits, compression = struct.unpack_from("<IIiiHHI", content, 10)
     if header < 40:
         return None
@@ -396,31 +398,33 @@ def _bmp_damage(content: bytes, length: int) -> Damage | None:
         return Damage("image_unreadable", "the BMP's header makes no sense")
     needed = start + (width * bits + 31) // 32 * 4 * abs(height)
     if needed > length:
-        return _cut_short("BMP")
+        return _truncated("BMP")
     if masks := _unread_masks(content):
-        shown = ", ".join(f"{mask:#x}" for mask in masks)
-        return Damage("pixel_kind", f"a BMP of unusual masks of colours ({shown}): save it as PNG")
+        text = ", ".join(f"{mask:#x}" for mask in masks)
+        return Damage("pixel_kind", f"a BMP of unusual masks of colours ({text}): save it as PNG")
     return None
 
 
 def _webp_damage(content: bytes, length: int) -> Damage | None:
-    """Damage of a WebP: a picture of over 16383 pixels a side."""
+    """Finds damage of a WebP: a missing end, or too many pixels."""
     if content[12:16] == b"VP8X" and len(content) >= 30:
-        width, height = (int.from_bytes(content[at : at + 3], "little") + 1 for at in (24, 27))
+        width, height = (
+            int.from_bytes(content[offset : offset + 3], "little") + 1 for offset in (24, 27)
+        )
         if too_large := _too_large("WebP", width, height):
             return too_large
     declared = int.from_bytes(content[4:8], "little") + 8
-    return _cut_short("WebP") if declared > length else None
+    return _truncated("WebP") if declared > length else None
 
 
 def _other_sizes(content: bytes) -> Iterator[tuple[str, int, int]]:
-    """(kind, width, height) in other formats that unpack to many times.
+    """Yields (kind, width, height) in other formats that unpack to many times their size.
 
     OpenCV took 21 s and 7 GB for a GIF of 627 bytes, 23 s and 13 GB for a JPEG 2000 of 265 bytes.
     """
     if content.startswith(b"GIF8") and len(content) >= 10:
         yield "GIF", *struct.unpack_from("<HH", content, 6)
-    elif content.startswith(_JPEG_2000):  # each, as decoders skip false ones before the true one
+    elif content.startswith(_JPEG_2000):  # all headers: decoders skip false ones before the true
         for size in re.finditer(b"\xff\x4f\xff\x51.{4}(.{16})", content, re.DOTALL):
             right, lower, left, upper = struct.unpack(">IIII", size[1])
             yield "JPEG 2000", max(0, right - left), max(0, lower - upper)
@@ -434,11 +438,14 @@ def _other_sizes(content: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 class Tiff(NamedTuple):
-    """First picture of a TIFF, by its directory (TIFF 6.0, section 8).
+    """The first picture of a TIFF, by its directory (TIFF 6.0, section 8).
 
-    bits: per sample.  samples: per pixel.  numbers: their kind, a key of _TIFF_NUMBERS, or 1:
-    unsigned integers.  colours: their meaning.  extra: meaning of the first sample that is not a
-    colour, stored in the file at `extra_at`.
+    Attributes:
+        bits: of a sample.
+        samples: of a pixel.
+        numbers: kind of the samples, a key of _TIFF_NUMBERS, or 1: unsigned integers.
+        colours: meaning of the samples.
+        extra: meaning of the first sample that is not a colour, stored in the file at `extra_at`.
     """
 
     width: int = 0
@@ -453,41 +460,47 @@ class Tiff(NamedTuple):
 
 
 def tiff_of(read: Callable[[int, int], bytes]) -> Tiff | None:
-    """The header of a TIFF; None: not a TIFF, or truncated.
+    """Reads the header of a TIFF; None: not a TIFF, or truncated.
 
-    Args: read: returns bytes of the file from an offset on, up to a number of them.
+    Args: read: called with an offset and a count; returns those bytes of the file, or fewer.
     """
     head = read(0, 16)
     if head[:4] not in _TIFF:
         return None
     order, large = _TIFF[head[:4]]
-    place, count, size, value = ("Q", "Q", 20, 12) if large else ("I", "H", 12, 8)
-    found: dict[str, int] = {}
+    offset_type, count_type, entry_size, value_start = (
+        ("Q", "Q", 20, 12) if large else ("I", "H", 12, 8)
+    )
+    fields: dict[str, int] = {}
     try:
-        (start,) = struct.unpack_from(order + place, head, 8 if large else 4)
-        (entries,) = struct.unpack(order + count, read(start, struct.calcsize(count)))
-        start += struct.calcsize(count)
+        (start,) = struct.unpack_from(order + offset_type, head, 8 if large else 4)
+        (entries,) = struct.unpack(order + count_type, read(start, struct.calcsize(count_type)))
+        start += struct.calcsize(count_type)
         entries = min(entries, _MOST_TIFF_ENTRIES)
-        directory = read(start, size * entries)
-        for at in range(0, size * entries, size):
-            tag, kind, values = struct.unpack_from(order + "HH" + place, directory, at)
-            if tag not in _TIFF_TAGS or kind not in _TIFF_WHOLE:
+        directory = read(start, entry_size * entries)
+        for entry in range(0, entry_size * entries, entry_size):
+            tag, kind, values = struct.unpack_from(order + "HH" + offset_type, directory, entry)
+            if tag not in _TIFF_TAGS or kind not in _TIFF_INTEGERS:
                 continue
-            whole = order + _TIFF_WHOLE[kind]
-            where = start + at + value
-            if values * struct.calcsize(whole) > size - value:  # they are elsewhere
-                (where,) = struct.unpack_from(order + place, directory, at + value)
-            (number,) = struct.unpack(whole, read(where, struct.calcsize(whole)))
-            found[_TIFF_TAGS[tag]] = number
+            layout = order + _TIFF_INTEGERS[kind]
+            value_offset = start + entry + value_start
+            # Values too long for the entry lie elsewhere, and it holds their offset.
+            if values * struct.calcsize(layout) > entry_size - value_start:
+                (value_offset,) = struct.unpack_from(
+                    order + offset_type, directory, entry + value_start
+                )
+            (number,) = struct.unpack(layout, read(value_offset, struct.calcsize(layout)))
+            fields[_TIFF_TAGS[tag]] = number
             if _TIFF_TAGS[tag] == "extra":
-                found["extra_at"] = where
+                fields["extra_at"] = value_offset
     except (struct.error, OverflowError, ValueError, OSError):  # truncated, or no such offset
         return None
-    return Tiff(**found)
+    return Tiff(**fields)
 
 
 def _tiff_damage(content: bytes) -> Damage | None:
-    tiff = tiff_of(lambda at, count: content[at : at + count])
+    """Finds damage of a TIFF: too many pixels, or pixels without an 8-bit RGB form."""
+    tiff = tiff_of(lambda offset, count: content[offset : offset + count])
     if tiff is None:
         return None
     if too_large := _too_large("TIFF", tiff.width, tiff.height):
@@ -497,13 +510,13 @@ def _tiff_damage(content: bytes) -> Damage | None:
 
 
 def unread_pixels(tiff: Tiff) -> str:
-    """Why pixels have no obvious 8-bit RGB form; "": they have."""
+    """Explains why pixels have no obvious 8-bit RGB form; "": they have one."""
     if tiff.numbers in _TIFF_NUMBERS or tiff.bits > 16:
         kind = f"{tiff.bits}-bit {_TIFF_NUMBERS.get(tiff.numbers, 'integer')} numbers"
         return f"{kind}: choose the black and white values, then save as unsigned 8 or 16 bits"
-    own = _TIFF_SAMPLES.get(tiff.colours)
+    colour_samples = _TIFF_SAMPLES.get(tiff.colours)
     if tiff.colours in _TIFF_COLOURS:
         return f"{_TIFF_COLOURS[tiff.colours]} colours: convert it to RGB"
-    if own is not None and not own <= tiff.samples <= own + 1:
+    if colour_samples is not None and not colour_samples <= tiff.samples <= colour_samples + 1:
         return f"{tiff.samples} channels: save one or three of them"
     return ""

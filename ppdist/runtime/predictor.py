@@ -32,7 +32,7 @@ _PACKAGES = {
 RUNTIMES = {
     "openvino": "OpenVINO", "onnx": "ONNX Runtime", "paddle": "Paddle Inference",
 }  # fmt: skip
-_ON_CPU = {  # what auto tries for each number format, the fastest first
+_ON_CPU = {  # backends that `auto` tries on a CPU for each number format, the fastest first
     "float32": ("onnx", "openvino", "paddle"),
     "int8": ("openvino", "onnx"),
     "bfloat16": ("openvino",),
@@ -54,7 +54,11 @@ class Graph(Protocol):
     output_names: tuple[str, ...]
 
     def __call__(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Args: float32, as `Predictor.prepare` makes it.  Returns: all outputs, in order."""
+        """Runs the model.
+
+        Args: batch_B3HW: float32, as `Predictor.prepare` makes it.
+        Returns: all outputs, in order.
+        """
 
 
 class Predictor:
@@ -65,21 +69,21 @@ class Predictor:
 
     Args:
         directory: folder with infer.yml and the files it names.
-        backend: auto takes the fastest that is installed and that the export was checked in, see
-            `chosen_backend`.
+        backend: auto takes the fastest one that is installed and in which the export was checked,
+            see `chosen_backend`.
         threads: CPU threads of one prediction.
         device: gpu needs a CUDA build of the package (onnxruntime-gpu, paddlepaddle-gpu).
         int8: the quantised ONNX model of the export instead of the float32 one.
         bfloat16: OpenVINO computes in bfloat16: faster, less exact, only if the processor can.
-    Raises: PredictorError: no usable model there, or nothing installed that runs it.
+    Raises: PredictorError: no usable model is there, or no installed package runs it.
 
     Attributes:
         spec: the content of infer.yml.
-        backend: what runs the model: onnx, openvino or paddle; "" for `of_graph`.
+        backend: the runtime of the model: onnx, openvino or paddle; "" for `of_graph`.
         runtime: description of backend, number format and threads.
-        doubt: why what runs it may be wrong, for the user; "": the export checked it.
+        doubt: why the runtime may compute wrong results, for the user; "": the export checked it.
         class_names: names of class 0, 1, ...
-        identity: its name and the SHA-256 of its file; see `identity`.  Not of `of_graph`.
+        identity: name and SHA-256 of the model's file, see `identity`; not set by `of_graph`.
     """
 
     def __init__(
@@ -103,12 +107,12 @@ class Predictor:
         except PredictorError as error:
             raise PredictorError(f"{directory}: {error}") from None
         self.class_names: tuple[str, ...] = tuple(self.spec["class_names"])
-        part = self.spec[_part(self.backend, int8)]
-        files = [directory / name for name in part["files"]]
-        for each in files:
-            if not each.is_file():
-                raise PredictorError(f"{each}: named by {SPEC_FILE} but not there; export again")
-            require_described(each, self.spec.get("sha256", {}))
+        section = self.spec[_section_of(self.backend, int8)]
+        files = [directory / name for name in section["files"]]
+        for file in files:
+            if not file.is_file():
+                raise PredictorError(f"{file}: named by {SPEC_FILE} but not there; export again")
+            require_described(file, self.spec.get("sha256", {}))
         self._graph: Graph
         if self.backend == "paddle":
             self._graph = PaddleGraph(*files, device=device, threads=threads)
@@ -120,15 +124,15 @@ class Predictor:
             self._graph = OpenVinoGraph(files[0], threads, bfloat16)
         else:
             self._graph = OnnxGraph(files[0], threads, onnx_providers(device))
-        where = "on the card" if device == "gpu" else f"threads: {threads}"
-        self.runtime = f"{RUNTIMES[self.backend]}, {kind}, {where}"
+        device_text = "on the card" if device == "gpu" else f"threads: {threads}"
+        self.runtime = f"{RUNTIMES[self.backend]}, {kind}, {device_text}"
         self.doubt = doubt_about(self.spec, self.backend, kind)
-        self._nms_in_graph: bool = part["nms_in_graph"]
+        self._nms_in_graph: bool = section["nms_in_graph"]
         self.identity = identity(self.spec, files[-1].name)
 
     @classmethod
     def of_graph(cls, spec: dict[str, Any], graph: Graph, nms_in_graph: bool) -> "Predictor":
-        """A predictor for a graph that is already open, in any runtime.
+        """Makes a predictor for a graph that is already open, in any runtime.
 
         Args: spec: the content of infer.yml.  nms_in_graph: its outputs are rows and counts.
         """
@@ -139,7 +143,7 @@ class Predictor:
         return self
 
     def __call__(self, images: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Predictions for images, all of them as one batch.
+        """Predicts on images, all of them as one batch.
 
         Args: images: uint8 RGB [H, W, 3], upright, each of any size.
         Returns: for each image, float32 rows [R, 6] of class, score, x1, y1, x2, y2 in its pixels
@@ -153,7 +157,7 @@ class Predictor:
         return self.finish(self.run(batch_B3HW), sizes)
 
     def prepare(self, images: Sequence[np.ndarray]) -> np.ndarray:
-        """Images as input of the graph: float32 [B, 3, H, W]."""
+        """Converts images to the input of the graph: float32 [B, 3, H, W]."""
         description = self.spec["input"]
         height, width = description["size"]
         batch_B3HW = np.empty((len(images), 3, height, width), np.float32)
@@ -173,31 +177,31 @@ class Predictor:
         return batch_B3HW
 
     def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Outputs of the graph; a fixed batch runs image by image."""
+        """Runs the graph; a graph of fixed batch size runs image by image."""
         if self.spec["input"]["dynamic_batch"] or len(batch_B3HW) == 1:
             return self._graph(batch_B3HW)
-        each = [self._graph(batch_B3HW[at : at + 1]) for at in range(len(batch_B3HW))]
-        return tuple(np.concatenate(parts) for parts in zip(*each))
+        outputs_B = [self._graph(batch_B3HW[index : index + 1]) for index in range(len(batch_B3HW))]
+        return tuple(np.concatenate(parts) for parts in zip(*outputs_B))
 
     def finish(
         self, outputs: Sequence[np.ndarray], sizes: Sequence[tuple[int, int]]
     ) -> list[np.ndarray]:
-        """What `__call__` returns, from the outputs of the graph.
+        """Converts the outputs of the graph to what `__call__` returns.
 
-        Args: sizes: height and width of each image.
+        Args: sizes: (height, width) of each image.
         """
         if self.spec["task"] == "classify":
             return list(outputs[0])
         if self._nms_in_graph:
             rows_R6, count_B = outputs
-            found = np.split(rows_R6.reshape(-1, 6), np.cumsum(count_B)[:-1])
+            detections = np.split(rows_R6.reshape(-1, 6), np.cumsum(count_B)[:-1])
         else:
             nms = self.spec["nms"]
-            found = [suppress(scores, boxes, nms) for scores, boxes in zip(*outputs)]
-        return [self._in_image(rows_R6, size) for rows_R6, size in zip(found, sizes)]
+            detections = [suppress(scores, boxes, nms) for scores, boxes in zip(*outputs)]
+        return [self._map_to_image(rows_R6, size) for rows_R6, size in zip(detections, sizes)]
 
-    def _in_image(self, rows_R6: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-        """Rows in pixels of an image of (height, width), best first."""
+    def _map_to_image(self, rows_R6: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        """Maps rows from input pixels to pixels of an image of (height, width), best first."""
         rows_R6 = rows_R6[np.argsort(-rows_R6[:, 1], kind="stable")]  # a copy
         height, width = size
         place = placed(size, self.spec["input"]["size"], self.spec["resize"]["mode"])
@@ -209,7 +213,7 @@ class Predictor:
 
 
 class Place(NamedTuple):
-    """Position of an image in the input, in input pixels."""
+    """The position of an image in the input, in input pixels."""
 
     left: int
     top: int
@@ -218,7 +222,7 @@ class Place(NamedTuple):
 
 
 def placed(size: tuple[int, int], input_size: tuple[int, int], mode: str) -> Place:
-    """Position of an image in an input; sizes are (height, width).
+    """Computes the position of an image in an input; sizes are (height, width).
 
     Args: mode: letterbox or a stretch; infer.yml has the formulas.
     """
@@ -236,9 +240,9 @@ def fit(image_HW3: np.ndarray, size: tuple[int, int], resize: dict[str, Any]) ->
     interpolation = resize["interpolation"]
     height, width = size
     if resize["mode"] == "centre_crop":
-        return _resized(_centre(image_HW3, size), (width, height), interpolation)
+        return _resize(_centre_crop(image_HW3, size), (width, height), interpolation)
     place = placed((image_HW3.shape[0], image_HW3.shape[1]), size, resize["mode"])
-    fitted_HW3 = _resized(image_HW3, (place.wide, place.tall), interpolation)
+    fitted_HW3 = _resize(image_HW3, (place.wide, place.tall), interpolation)
     if (place.wide, place.tall) == (width, height):
         return fitted_HW3
     below, beside = height - place.top - place.tall, width - place.left - place.wide
@@ -247,7 +251,7 @@ def fit(image_HW3: np.ndarray, size: tuple[int, int], resize: dict[str, Any]) ->
     )
 
 
-def _resized(image_HW3: np.ndarray, size_wh: tuple[int, int], interpolation: str) -> np.ndarray:
+def _resize(image_HW3: np.ndarray, size_wh: tuple[int, int], interpolation: str) -> np.ndarray:
     if (image_HW3.shape[1], image_HW3.shape[0]) == size_wh:
         return image_HW3
     if interpolation == "antialiased":
@@ -265,20 +269,20 @@ def antialiased(image_HW3: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
         image_HW3 = cv2.transpose(image_HW3)
         if len(image_HW3) != length:
             rows_LK = image_HW3.reshape(len(image_HW3), -1)
-            image_HW3 = _averaged(rows_LK, length).reshape(length, -1, 3)
+            image_HW3 = _average_rows(rows_LK, length).reshape(length, -1, 3)
     return image_HW3
 
 
-def _averaged(rows_LK: np.ndarray, length: int) -> np.ndarray:
+def _average_rows(rows_LK: np.ndarray, length: int) -> np.ndarray:
     """Computes `length` rows, each a mean of rows_LK (uint8) weighted by a triangle."""
-    result = np.empty((length, rows_LK.shape[1]), np.uint8)
-    for row, (first, weight_R) in enumerate(_triangles(len(rows_LK), length)):
-        result[row] = weight_R @ rows_LK[first : first + len(weight_R)] + 0.5
-    return result
+    means = np.empty((length, rows_LK.shape[1]), np.uint8)
+    for row, (first, weight_R) in enumerate(_triangle_weights(len(rows_LK), length)):
+        means[row] = weight_R @ rows_LK[first : first + len(weight_R)] + 0.5
+    return means
 
 
 @functools.lru_cache(maxsize=16)
-def _triangles(count: int, length: int) -> list[tuple[int, np.ndarray]]:
+def _triangle_weights(count: int, length: int) -> list[tuple[int, np.ndarray]]:
     """Returns the first row and the weights of each of `length` means of `count` rows.
 
         weight_i = max(0, 1 - |i + 1/2 - centre| / reach) / sum,  reach = max(1, count / length)
@@ -298,8 +302,8 @@ def _triangles(count: int, length: int) -> list[tuple[int, np.ndarray]]:
     return result
 
 
-def _centre(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """The largest centred crop with the aspect ratio of `size` (height, width)."""
+def _centre_crop(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Crops the largest centred part with the aspect ratio of `size` (height, width)."""
     sides = image_HW3.shape[:2]
     scale = min(sides[0] / size[0], sides[1] / size[1])
     tall, wide = (
@@ -310,13 +314,13 @@ def _centre(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -> np.ndarray:
-    """Class-wise non-maximum suppression of one image, as in exported graphs.
+    """Suppresses non-maximum predictions of one image by class, as in exported graphs.
 
     A prediction counts for every class with a score above `score_threshold` (with `multi_label`
-    off: for its best only).  In each class the best `candidates` compete; one is dropped if its IoU
-    with a better kept one of the class is above `iou_threshold`.  The best `keep` of all classes
-    are returned.  If `iou_threshold` is null, none suppresses another, and `candidates` has no
-    effect.
+    off: for its best class only).  In each class the best `candidates` predictions compete; one is
+    dropped if its IoU with a better, kept one of the class is above `iou_threshold`.  The best
+    `keep` of all classes are returned.  If `iou_threshold` is null, none suppresses another, and
+    `candidates` has no effect.
 
     Returns: rows_R6, float32: class, score, x1, y1, x2, y2; best first, then by lower class.
     """
@@ -331,53 +335,61 @@ def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -
         columns = [labels_P[best], scores_P[best], boxes_N4[index_P[best]]]
         return np.column_stack(columns).astype(np.float32)
     order_P = np.lexsort((index_P, -scores_P, labels_P))  # class after class, each best first
-    place_P = np.arange(len(order_P)) - np.searchsorted(labels_P[order_P], labels_P[order_P])
-    order_P = order_P[place_P < nms["candidates"]]
+    rank_in_class_P = np.arange(len(order_P)) - np.searchsorted(
+        labels_P[order_P], labels_P[order_P]
+    )
+    order_P = order_P[rank_in_class_P < nms["candidates"]]
     labels_P, scores_P, boxes_P4 = labels_P[order_P], scores_P[order_P], boxes_N4[index_P[order_P]]
-    kept = _kept(boxes_P4, labels_P, scores_P, nms["iou_threshold"], nms["keep"])
-    return np.column_stack([labels_P[kept], scores_P[kept], boxes_P4[kept]]).astype(np.float32)
+    selected = _select_boxes(boxes_P4, labels_P, scores_P, nms["iou_threshold"], nms["keep"])
+    return np.column_stack([labels_P[selected], scores_P[selected], boxes_P4[selected]]).astype(
+        np.float32
+    )
 
 
-def _kept(
-    boxes_P4: np.ndarray, labels_P: np.ndarray, scores_P: np.ndarray, threshold: float, most: int
+def _select_boxes(
+    boxes_P4: np.ndarray,
+    labels_P: np.ndarray,
+    scores_P: np.ndarray,
+    threshold: float,
+    max_detections: int,
 ) -> list[int]:
-    """Indices of the predictions to keep, best first.
+    """Selects the predictions to keep; returns their indices, best first.
 
     The predictions are sorted by class, best first.
     """
     x1_P, y1_P, x2_P, y2_P = np.ascontiguousarray(boxes_P4.T)
     area_P = np.maximum(x2_P - x1_P, 0) * np.maximum(y2_P - y1_P, 0)
     ends_P = np.searchsorted(labels_P, labels_P, side="right")
-    beaten_P = np.zeros(len(labels_P), bool)
-    kept: list[int] = []
+    suppressed_P = np.zeros(len(labels_P), bool)
+    selected: list[int] = []
     with np.errstate(invalid="ignore", divide="ignore"):
         for best in np.argsort(-scores_P, kind="stable").tolist():
-            if beaten_P[best]:
+            if suppressed_P[best]:
                 continue
-            kept.append(best)
-            if len(kept) == most:
+            selected.append(best)
+            if len(selected) == max_detections:
                 break
-            rest = slice(best + 1, ends_P[best])
-            wide = np.minimum(x2_P[rest], x2_P[best]) - np.maximum(x1_P[rest], x1_P[best])
-            tall = np.minimum(y2_P[rest], y2_P[best]) - np.maximum(y1_P[rest], y1_P[best])
+            worse = slice(best + 1, ends_P[best])
+            wide = np.minimum(x2_P[worse], x2_P[best]) - np.maximum(x1_P[worse], x1_P[best])
+            tall = np.minimum(y2_P[worse], y2_P[best]) - np.maximum(y1_P[worse], y1_P[best])
             inter = wide * tall
-            iou = inter / (area_P[best] + area_P[rest] - inter)
+            iou = inter / (area_P[best] + area_P[worse] - inter)
             # Two boxes without an area at one place have no IoU; one of them is dropped.
-            beaten_P[rest] |= ~((iou <= threshold) | (wide < 0) | (tall < 0))
-    return kept
+            suppressed_P[worse] |= ~((iou <= threshold) | (wide < 0) | (tall < 0))
+    return selected
 
 
 def onnx_providers(device: str) -> list[str]:
-    """Kernels for ONNX Runtime, the preferred ones first."""
+    """Lists ONNX Runtime's providers for a device, the preferred ones first."""
     return [*["CUDAExecutionProvider"] * (device == "gpu"), "CPUExecutionProvider"]
 
 
 class OnnxGraph:
-    """An ONNX file in ONNX Runtime.
+    """An ONNX model in ONNX Runtime.
 
     Args:
         providers: see `onnx_providers`.
-        spinning: threads wait for each other awake.
+        spinning: threads spin while they wait for one another.
     Raises: ImportError: it is not installed.  PredictorError: it cannot load the file.
     """
 
@@ -423,19 +435,19 @@ def import_openvino() -> Any:
 
     Raises: ImportError: it is not installed.
     """
-    before = sys.modules.get("openvino_telemetry")
+    original = sys.modules.get("openvino_telemetry")
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
     try:
         return importlib.import_module("openvino")
     finally:
         del sys.modules["openvino_telemetry"]
-        if before is not None:
-            sys.modules["openvino_telemetry"] = before
+        if original is not None:
+            sys.modules["openvino_telemetry"] = original
 
 
 @functools.cache
 def openvino_core() -> Any:
-    """The only `openvino.Core` of this process, kept until it ends.
+    """Returns the only `openvino.Core` of this process, which lives until it ends.
 
     Each Core gives its thread a signal stack and removes it with the last model.  With two of them,
     if the first ends first, the next signal that Python handles crashes the process (SIGSEGV).
@@ -446,15 +458,15 @@ def openvino_core() -> Any:
 
 
 def has_bfloat16() -> bool:
-    """Whether OpenVINO, which must be installed, computes in bfloat16 on this processor."""
+    """Returns True if OpenVINO, which must be installed, computes in bfloat16 on this processor."""
     return "BF16" in openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 class OpenVinoGraph:
-    """An ONNX file in OpenVINO on the CPU.
+    """An ONNX model in OpenVINO on the CPU.
 
-    It is compiled for each shape of input that it gets: with free sizes OpenVINO (2026.4) takes up
-    to twice the time, and the scores of quantised graphs are wrong by 0.3 to 0.5.
+    It is compiled for each input shape: with free sizes OpenVINO (2026.4) takes up to twice the
+    time, and the scores of quantised graphs are wrong by 0.3 to 0.5.
 
     Threads are not pinned to cores: several processes would share the same first ones.
 
@@ -466,7 +478,9 @@ class OpenVinoGraph:
 
     def __init__(self, file: Path, threads: int, bfloat16: bool = False) -> None:
         self._settings = {
-            "INFERENCE_PRECISION_HINT": "bf16" if bfloat16 else "f32",  # not bf16 by itself
+            "INFERENCE_PRECISION_HINT": "bf16"
+            if bfloat16
+            else "f32",  # else OpenVINO may choose bf16
             "INFERENCE_NUM_THREADS": threads,
             "PERFORMANCE_HINT": "LATENCY",
             "ENABLE_CPU_PINNING": False,
@@ -477,7 +491,7 @@ class OpenVinoGraph:
             raise PredictorError(f"{file}: OpenVINO cannot load it: {error}") from error
         if _has_signed_activations(self._model):
             self._settings["LP_TRANSFORMS_MODE"] = "NO"
-        self._requests: dict[tuple[int, ...], Any] = {}  # by shape, the one used last at the end
+        self._requests: dict[tuple[int, ...], Any] = {}  # by shape, the most recently used last
         self._lock = threading.Lock()  # for the request: another call would replace its tensors
         self.output_names = tuple(output.get_any_name() for output in self._model.outputs)
 
@@ -485,13 +499,14 @@ class OpenVinoGraph:
         batch_B3HW = np.ascontiguousarray(batch_B3HW, np.float32)
         try:
             with self._lock:
-                request = self._request_of(batch_B3HW.shape)
-                found = request.infer({0: batch_B3HW}, share_inputs=True)
+                request = self._find_request(batch_B3HW.shape)
+                results = request.infer({0: batch_B3HW}, share_inputs=True)
         except RuntimeError as error:
             raise PredictorError(f"OpenVINO cannot run this model: {error}") from error
-        return tuple(found[place] for place in range(len(self.output_names)))
+        return tuple(results[index] for index in range(len(self.output_names)))
 
-    def _request_of(self, shape: tuple[int, ...]) -> Any:
+    def _find_request(self, shape: tuple[int, ...]) -> Any:
+        """Returns the request for an input shape; compiles the model for a new one."""
         request = self._requests.pop(shape, None)
         if request is None:
             if len(self._requests) == _MOST_SHAPES:
@@ -515,7 +530,7 @@ def _has_signed_activations(model: Any) -> bool:
 class PaddleGraph:
     """A saved program and its weights in Paddle Inference.
 
-    `enable_memory_optim` is left off: it breaks the predictor of Paddle 3.x.  oneDNN keeps the
+    `enable_memory_optim` is left off: it breaks the predictor of Paddle 3.x.  oneDNN caches the
     kernels of every image size it has met.
 
     Args:
@@ -571,7 +586,7 @@ class PaddleGraph:
 
 
 def read_spec(directory: Path) -> dict[str, Any]:
-    """The content of DIR/infer.yml.  Raises: PredictorError: not there, or not ours."""
+    """Reads DIR/infer.yml.  Raises: PredictorError: it is absent, or not one of an export."""
     file = directory / SPEC_FILE
     try:
         spec = json.loads(file.read_text(encoding="utf-8"))
@@ -596,14 +611,15 @@ def read_spec(directory: Path) -> dict[str, Any]:
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a file, in hex."""
+    """Computes the SHA-256 of a file, in hex."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def require_described(file: Path, sha256: Mapping[str, str]) -> None:
-    """Raises PredictorError where a file is not the one that infer.yml describes.
+    """Checks that a file is the one that infer.yml describes.
 
     Args: sha256: file name -> digest; files without one are not checked.
+    Raises: PredictorError: it is another file.
     """
     expected = sha256.get(file.name)
     if expected is not None and digest(file) != expected:
@@ -614,7 +630,7 @@ def require_described(file: Path, sha256: Mapping[str, str]) -> None:
 
 
 def identity(spec: Mapping[str, Any], file: str) -> dict[str, str]:
-    """Name of a model's run, and the SHA-256 of its file.
+    """Returns the name of a model's run, and the SHA-256 of its file.
 
     Args: spec: the content of infer.yml.
     """
@@ -624,7 +640,7 @@ def identity(spec: Mapping[str, Any], file: str) -> dict[str, str]:
 
 
 def default_threshold(spec: dict[str, Any]) -> tuple[float, str]:
-    """The default confidence threshold, and where it comes from.
+    """Returns the default confidence threshold, and where it comes from.
 
     Args: spec: the content of infer.yml.
     """
@@ -635,29 +651,29 @@ def default_threshold(spec: dict[str, Any]) -> tuple[float, str]:
 
 
 def lost_below(spec: dict[str, Any], threshold: float) -> str:
-    """Warning where the model itself drops wanted boxes; "": none."""
-    least = spec["nms"]["score_threshold"] if spec.get("nms") else 0.0
-    if threshold >= least:
+    """Warns if the model itself drops boxes above the threshold; "": it does not."""
+    score_threshold = spec["nms"]["score_threshold"] if spec.get("nms") else 0.0
+    if threshold >= score_threshold:
         return ""
     return (
-        f"threshold {threshold:g}: the model itself drops boxes that score {least:g} or less "
-        f"(nms.score_threshold); to keep them, use -o nms.score_threshold={threshold:g} (for an "
-        "export: when you export)"
+        f"threshold {threshold:g}: the model itself drops boxes that score {score_threshold:g} or "
+        f"less (nms.score_threshold); to keep them, use -o nms.score_threshold={threshold:g} (for "
+        "an export: when you export)"
     )
 
 
 def chosen_backend(spec: dict[str, Any], backend: str, device: str, kind: str) -> str:
-    """The requested backend, or the fastest installed and checked one.
+    """Returns the requested backend, or the fastest installed and checked one.
 
-    Checked: the export compared its outputs with the model's.  For Paddle and ONNX Runtime it
-    always does; for OpenVINO if infer.yml has a section `openvino`, or `openvino_int8`.  Fastest:
-    in the measurements of docs/dev/performance.md, Predicting.
+    A backend is checked if the export compared its outputs with the model's: always for Paddle and
+    ONNX Runtime, for OpenVINO if infer.yml has a section `openvino`, or `openvino_int8`.  The
+    fastest one is that of the measurements in docs/dev/performance.md, Predicting.
 
     Args:
         spec: the content of infer.yml.
         backend: auto, or the only one to consider.
         kind: number format: float32, bfloat16 or int8.
-    Raises: PredictorError: nothing that is installed can run it; the message says why.
+    Raises: PredictorError: no installed package can run it; the message says why.
     """
     if backend not in ("auto", *_PACKAGES):
         raise PredictorError(f"backend {backend!r}: expected auto, {', '.join(_PACKAGES)}")
@@ -668,7 +684,7 @@ def chosen_backend(spec: dict[str, Any], backend: str, device: str, kind: str) -
         candidates = ("onnx", "paddle") if device == "gpu" else _ON_CPU[kind]
     reasons = []
     for name in candidates:
-        reason = _unusable(name, spec, device, kind)
+        reason = _explain_unusable(name, spec, device, kind)
         section = _CHECKED_OPENVINO.get(kind) if name == "openvino" else None
         is_checked = section is None or spec.get(section)
         if reason is None and backend == "auto" and not is_checked:
@@ -680,7 +696,7 @@ def chosen_backend(spec: dict[str, Any], backend: str, device: str, kind: str) -
 
 
 def doubt_about(spec: Mapping[str, Any], backend: str, kind: str) -> str:
-    """Warns where the export did not confirm that a runtime computes the model right.
+    """Warns if the export did not confirm that a runtime computes the model correctly.
 
     Args: spec: the content of infer.yml.  backend, kind: as in `chosen_backend`.
     Returns: the warning; "": the export confirmed it, or the backend needs no such check.
@@ -694,23 +710,23 @@ def doubt_about(spec: Mapping[str, Any], backend: str, kind: str) -> str:
     return "the export did not check this model in OpenVINO: export where it is installed"
 
 
-def _part(backend: str, int8: bool) -> str:
-    """The section of infer.yml with the files that a backend runs."""
+def _section_of(backend: str, int8: bool) -> str:
+    """Returns the section of infer.yml with the files that a backend runs."""
     return "paddle" if backend == "paddle" else "onnx_int8" if int8 else "onnx"
 
 
-def _unusable(name: str, spec: dict[str, Any], device: str, kind: str) -> str | None:
-    """Why a backend cannot run an export; None: it can."""
+def _explain_unusable(name: str, spec: dict[str, Any], device: str, kind: str) -> str | None:
+    """Explains why a backend cannot run an export; None: it can."""
     if kind == "int8" and name == "paddle":
         return "an int8 model runs in ONNX Runtime or OpenVINO only"
     if kind == "bfloat16" and name != "openvino":
         return "bfloat16 is for OpenVINO"
     if name == "openvino" and device == "gpu":
         return "OpenVINO runs on the CPU only"
-    if not spec.get(_part(name, kind == "int8")):
-        form = "paddle" if name == "paddle" else "onnx"
-        wanted, more = ("int8", " --int8") if kind == "int8" else (form, "")
-        return f"holds no {wanted} model; export with --format {form}{more}"
+    if not spec.get(_section_of(name, kind == "int8")):
+        format_name = "paddle" if name == "paddle" else "onnx"
+        model_kind, flag = ("int8", " --int8") if kind == "int8" else (format_name, "")
+        return f"holds no {model_kind} model; export with --format {format_name}{flag}"
     package = _PACKAGES[name]
     if importlib.util.find_spec(package) is None:
         wheel = "paddlepaddle" if package == "paddle" else package

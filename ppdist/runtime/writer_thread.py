@@ -1,6 +1,6 @@
 """Writer threads: no step waits for a terminal or a disk.
 
-    WriterThread   writes what it is given, in order
+    WriterThread   runs the writes that it is given, in order
     Screen         stdout or stderr, written by such a thread
     TERMINAL       the thread for both, one per process
 
@@ -25,13 +25,13 @@ class WriterThread:
     """A thread that runs operations which may block, in order.
 
     `put` never waits, and is safe in any thread and inside a signal handler.  The queue is bounded:
-    beyond `most_bytes`, items that may be dropped are dropped and counted.  Records never are: they
-    are small.  A forked child has no such thread and writes at once, as this process does if the
-    system has no more threads.
+    beyond `most_bytes`, items that may be dropped are dropped and counted.  Records never are, as
+    they are small.  A forked child has no such thread and writes at once, as this process does if
+    the system has no more threads.
 
     Attributes:
         dropped: number of dropped items, by name.
-        failures: name and error of each failed write, until somebody reports it.
+        failures: name and error of each failed write that is not reported yet.
     """
 
     def __init__(self, most_bytes: int = _DROP_BYTES) -> None:
@@ -46,24 +46,24 @@ class WriterThread:
 
     @property
     def waiting(self) -> int:
-        """Number of items not yet written."""
+        """Returns the number of items not yet written."""
         return self._put[0] - self._done[0]
 
     @property
     def waiting_bytes(self) -> int:
-        """Size of the items not yet written."""
+        """Returns the size of the items not yet written."""
         return self._put[1] - self._done[1]
 
     def put(
         self, name: str, write: Callable[[], object], size: int = 0, *, may_drop: bool = False
     ) -> None:
-        """Queues something to write.
+        """Queues a write.
 
         Args:
-            name: what is written, for warnings.
-            write: may block, and raise.
-            size: bytes that it keeps in memory.
-            may_drop: whether it may be dropped, because it is not a record.
+            name: of the output, for warnings.
+            write: does the write; may block, and raise.
+            size: bytes that it keeps in memory while it waits.
+            may_drop: True if it may be dropped, because it is not a record.
         """
         if os.getpid() != self._process:
             self._write(name, write)
@@ -85,7 +85,7 @@ class WriterThread:
                 self._starting.release()
 
     def flush(self, seconds: float) -> bool:
-        """Waits until the queue is written; returns whether it is."""
+        """Waits until the queue is written; returns False at the timeout."""
         if os.getpid() != self._process or self._thread.ident is None:
             return True
         done = threading.Event()
@@ -110,7 +110,7 @@ class WriterThread:
 
 
 class _Terminal(WriterThread):
-    """The terminal's thread; after a timeout, waits again only once output moves."""
+    """The thread of the terminal; after a timeout, it waits again only once output moves."""
 
     _stuck_after = -1
 
@@ -126,12 +126,12 @@ TERMINAL = _Terminal(_TERMINAL_BYTES)
 
 
 class Screen(io.TextIOBase):
-    """stdout or stderr, never waited for; silent once it cannot be written.
+    """A stdout or stderr that nobody waits for; silent once it cannot be written.
 
     A stream that is not a file of the system, such as a notebook's, is written directly.
 
     Attributes:
-        problem: why it is silent; None while it is not.
+        problem: the error because of which it is silent; None while it is not.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -150,13 +150,14 @@ class Screen(io.TextIOBase):
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        """Whether a progress bar can move there; not in Jupyter's pages."""
+        """Returns True if a progress bar can move there; not in Jupyter's pages."""
         stream = self._stream
         if stream is None or stream.closed or type(stream).__module__.startswith("ipykernel"):
             return False
         return stream.isatty()
 
     def write(self, text: str) -> int:
+        """Queues text for the terminal's thread; returns its length."""
         if self._stream is not None and self.problem is None and text:
             if self._handle is None:
                 self._write(text)
@@ -187,7 +188,7 @@ class Screen(io.TextIOBase):
 
 
 def _handle_of(stream: TextIO) -> int | None:
-    """Descriptor of a stream that is a file; flushes Python's buffer."""
+    """Flushes Python's buffer of a stream; returns its descriptor, None if it is not a file."""
     buffer = getattr(stream, "buffer", None)
     if not isinstance(getattr(buffer, "raw", buffer), io.FileIO):
         return None

@@ -175,7 +175,7 @@ def test_openvino_computes_in_what_was_asked_for(exported: Path, caplog: Any) ->
     def compiled(precision: Any) -> Any:
         options = RuntimeOptions(backend="openvino", precision=precision)
         graph = open_graph([exported / "model.onnx"], options)
-        return graph._request_of((1, 3, *SIZE)).get_compiled_model().get_property(read)
+        return graph._find_request((1, 3, *SIZE)).get_compiled_model().get_property(read)
 
     assert compiled("float32") == openvino.Type.f32
     with caplog.at_level("WARNING", logger="ppdist"):
