@@ -29,9 +29,9 @@ from ppdist.launch.doctor import (
     attempt,
     check_host,
     check_writable,
-    facts,
+    collect_facts,
+    format_table,
     judge_speed,
-    table,
 )
 from ppdist.launch.options import STALE_VARIABLES, Options, parse_options
 from ppdist.launch.topology import LaunchPlan, make_plan, this_machine
@@ -169,7 +169,7 @@ def check_together(
         return [Finding(FAIL, "together", found, remedy)], {}
     report = json.loads(file.read_text(encoding="utf-8"))
     shutil.rmtree(folder)
-    print("\n".join(table(report)), flush=True)
+    print("\n".join(format_table(report)), flush=True)
     hosts = len(set(report["hosts"]))
     found = f"{report['world']} processes on {hosts} host{'s' * (hosts > 1)} agree, and can sum"
     findings = [Finding("OK", "together", found)]
@@ -184,7 +184,7 @@ def be_rank(arguments: argparse.Namespace, report_file: Path) -> int:
 
     config = load_config(arguments.config, arguments.override) if arguments.config else None
     warnings = check_ranks(config)
-    hosts = compare_hosts(facts(this_machine(), os.environ))
+    hosts = compare_hosts(collect_facts(this_machine(), os.environ))
     report = {**measure_cluster(), **hosts, "warnings": warnings}
     if os.environ.get("PADDLE_LOCAL_RANK", "0") == "0":
         report_file.write_text(json.dumps(report), encoding="utf-8")

@@ -218,9 +218,9 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         return _dry_run(plan, output_dir, evaluate)
 
     if launched_ranks() > 1 and launched_rank() == 0:
-        from ppdist.launch.cli import started_by_stock_launcher
+        from ppdist.launch.cli import warn_of_stock_launcher
 
-        if notice := started_by_stock_launcher():  # before ranks join and may wait for ever
+        if notice := warn_of_stock_launcher():  # before ranks join and may wait for ever
             say(f"ppdist: warning: {notice}")
     return run_training(
         plan,

@@ -18,7 +18,7 @@ from ppdist.common.arguments import at_least, time_in
 
 
 def parse() -> argparse.Namespace:
-    from ppdist.launch.cards import cards_of_runs
+    from ppdist.launch.cards import split_cards
 
     parser = parser_of("tune", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
     if arguments.command == "run" and arguments.cards:
         if arguments.workers or arguments.nproc_per_node:
             parser.error("--cards says how many workers and processes there are")
-        arguments.cards = cards_of_runs(arguments.cards)
+        arguments.cards = split_cards(arguments.cards)
     return arguments
 
 
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ppdist.lab.tune.search import Search
     from ppdist.lab.tune.store import Store
     from ppdist.lab.tune.trial import Launcher
-    from ppdist.launch.signals import signals_noted
+    from ppdist.launch.signals import collect_signals
 
     began = time.monotonic()
     study = load_study(Path(arguments.config), tuple(arguments.override))
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         script=script_of("train"),
         threads=max(1, int(available_cores()) // (workers * processes)),
     )
-    with signals_noted() as received:
+    with collect_signals() as received:
         budget = arguments.budget
 
         def asked_to_stop() -> bool:
@@ -115,10 +115,10 @@ def say(text: str) -> None:
 
 def dealt_cards(workers: int, processes: int) -> list[list[str]]:
     """Each worker's own cards, or [] where they compute on the CPU."""
-    from ppdist.launch.cards import deal_out, machine_cards, visible_labels
+    from ppdist.launch.cards import deal_out, detect_cards, visible_labels
     from ppdist.launch.topology import paddle_build
 
-    visible = visible_labels(machine_cards(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    visible = visible_labels(detect_cards(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not visible or paddle_build() == "cpu":
         return []
     return deal_out(visible, workers, processes)

@@ -84,7 +84,7 @@ class ETA:
             self._parts[part].append(part_seconds)
             self._done_at[part] = step
 
-    def stepped(self, step: int, waited: float) -> None:
+    def record_step(self, step: int, waited: float) -> None:
         """Records a finished step.
 
         Args:
@@ -97,7 +97,7 @@ class ETA:
             self._steps.append(outside - self._last[1])
         self._last = step, outside
 
-    def left(self, step: int) -> float | None:
+    def seconds_left(self, step: int) -> float | None:
         """Estimates the seconds until the end; None: too few steps were made to say.
 
         Args: step: optimizer steps done.
@@ -115,7 +115,7 @@ class ETA:
                 seconds += count * fmean(self._parts[part] or [assumed])
         return seconds
 
-    def closing(self) -> float:
+    def closing_seconds(self) -> float:
         """Returns the longest recent seconds of a step, an evaluation and a save together."""
         step_seconds = self._step_seconds() if self._steps else 0.0
         seconds = 2 * step_seconds + max(self._parts[SAVING], default=0.0)

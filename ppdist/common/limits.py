@@ -39,7 +39,7 @@ def allow_files(files: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
-def as_limit(error: BaseException) -> BaseException:
+def convert_limit_error(error: BaseException) -> BaseException:
     """Converts an error that a low limit explains to a UserError; returns others as they are."""
     code = limit_met(error)
     if code == FILES_LIMIT or (code and _read_limit(resource.RLIMIT_AS) is not None):

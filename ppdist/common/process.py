@@ -33,7 +33,7 @@ from ppdist.common.errors import (
 )
 from ppdist.common.files import replace_file
 from ppdist.common.job import MIN_HOSTS_VARIABLE, launched_rank, launcher_folder
-from ppdist.common.limits import as_limit
+from ppdist.common.limits import convert_limit_error
 from ppdist.common.signals import (
     INTERRUPTED,
     STOP_SIGNALS,
@@ -147,7 +147,7 @@ def _exit_code_of(error: BaseException) -> tuple[int, Failure]:
     """Returns the exit code and the failure of an error; called while it is handled."""
     if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
         return 128 + signal.SIGPIPE, Failure("", "", "")  # `| head` has read enough
-    shown_error = as_limit(error)
+    shown_error = convert_limit_error(error)
     if isinstance(error, ModuleNotFoundError) and error.name == "paddle":
         shown_error = _paddle_missing()
     code = USER_ERROR if isinstance(shown_error, UserError) else 1

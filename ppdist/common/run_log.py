@@ -283,7 +283,7 @@ class RunLog:
             return
         self._end_opening()
         self._warn_of_failures()
-        self.eta.stepped(step, waited)
+        self.eta.record_step(step, waited)
         time_left = self.time_left(step)
         shown = {**fields, **({"ETA": time_left} if time_left else {})}
         values = "  ".join(f"{name} {value}" for name, value in shown.items())
@@ -301,12 +301,12 @@ class RunLog:
 
     def time_left(self, step: int) -> str:
         """Returns the time left as `4m 07s`; "": unknown, or the run is over."""
-        seconds = self.eta.left(step) if self._main and step < self._total_steps else None
+        seconds = self.eta.seconds_left(step) if self._main and step < self._total_steps else None
         return "" if seconds is None else duration(seconds)
 
     def closing_seconds(self) -> float:
         """Returns the seconds that a step, an evaluation and a save may take."""
-        return self.eta.closing()
+        return self.eta.closing_seconds()
 
     def run_summary(
         self, outcome: Sequence[str] = (), following: Sequence[tuple[str, str]] = ()

@@ -288,7 +288,7 @@ class OnAllRanks(Generic[T]):
     """The result of a piece of work that all ranks have done."""
 
     value: T  # what it returned on this rank
-    said_W: list[Any]  # what each rank reported of its own value
+    said_W: list[Any]  # what `say` made of each rank's value
 
 
 class EvaluationFailed(CodedError, RuntimeError):
@@ -301,11 +301,11 @@ class EvaluationFailed(CodedError, RuntimeError):
 
 
 def evaluate_on_all_ranks(
-    work: Callable[[], T], summarize: Callable[[T], Any] = lambda value: None
+    work: Callable[[], T], say: Callable[[T], Any] = lambda value: None
 ) -> OnAllRanks[T]:
     """Runs `work` on all ranks; returns its result on this one if none failed.  Collective.
 
-    Args: summarize: makes from the result what the other ranks shall know; it must survive JSON.
+    Args: say: makes from the result what the other ranks shall know; it must survive JSON.
     Raises: EvaluationFailed, on every rank: it raised on some, not only by users' mistakes.
         UserError, on every rank: by users' mistakes alone.  StorageError, on every rank: storage
         stayed unreachable on some, so whatever comes next would lack it as well.
@@ -313,16 +313,16 @@ def evaluate_on_all_ranks(
     value, failure, report, summary = None, None, None, None
     try:
         value = work()
-        summary = summarize(value)
+        summary = say(value)
     except Exception as error:
         failure = error
         text = f"rank {rank()} (host {host()}): {type(error).__name__}: {error}"
         failure_for_peers = failure_of(error).of_rank(rank(), host())
         report = [isinstance(error, UserError), text, asdict(failure_for_peers)]
-    said_W = all_gather_object([report, summary])
-    failed = [rank_report for rank_report, _ in said_W if rank_report]
+    reports_W = all_gather_object([report, summary])
+    failed = [rank_report for rank_report, _ in reports_W if rank_report]
     if not failed:
-        return OnAllRanks(cast(T, value), [rank_summary for _, rank_summary in said_W])
+        return OnAllRanks(cast(T, value), [rank_summary for _, rank_summary in reports_W])
     storage_failures = [fields for _, _, fields in failed if fields["kind"] == StorageError.kind]
     if storage_failures:
         if isinstance(failure, StorageError):

@@ -62,7 +62,7 @@ class Reading:
     step_seconds: float  # of the last measured step
 
     @property
-    def making(self) -> int | None:
+    def step_in_progress(self) -> int | None:
         """Returns the optimizer step in progress, from 1; None outside of steps."""
         return self.step + 1 if self.phase == "step" else None
 
@@ -92,9 +92,9 @@ def begin(timeout_seconds: float, limit_seconds: float | None) -> None:
     if folder is None:
         return
     # It stays open: faulthandler writes to it.
-    stacks = stacks_of(folder, rank).open("ab")
+    stacks = stacks_path(folder, rank).open("ab")
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-    path = file_of(folder, rank)
+    path = heartbeat_path(folder, rank)
     path.write_bytes(bytes(_BEAT_BYTES + _WORK_BYTES))
     with path.open("r+b") as file:
         _file = mmap.mmap(file.fileno(), _BEAT_BYTES + _WORK_BYTES)
@@ -130,7 +130,7 @@ def plan(steps: int) -> None:
     _write_work(math.nan)
 
 
-def made(
+def record_step(
     *,
     loss: float,
     images: int,
@@ -163,17 +163,17 @@ def tell_run(output_dir: Path) -> None:
         return
     text = json.dumps({"output_dir": str(output_dir.absolute()), "world": launched_ranks()})
     with contextlib.suppress(OSError):
-        replace_file(run_of(folder, launched_rank()), text.encode())
+        replace_file(run_path(folder, launched_rank()), text.encode())
 
 
 def alive() -> None:
     """Writes a sign of life during something long."""
     if _file is not None:
         _state[_TIME] = time.monotonic_ns()
-        _file[:_BEAT_BYTES] = sealed(BEAT, *_state)
+        _file[:_BEAT_BYTES] = seal_block(BEAT, *_state)
 
 
-def at(place: str) -> None:
+def name_place(place: str) -> None:
     """Names what this rank does alone and may hang in."""
     _state[_PLACE] = place.encode()[:_PLACE_BYTES]
     alive()
@@ -226,22 +226,22 @@ def step() -> int:
     return _state[_STEP]
 
 
-def file_of(folder: Path, rank: int) -> Path:
+def heartbeat_path(folder: Path, rank: int) -> Path:
     """Returns the path of a rank's heartbeat."""
     return folder / f"heartbeat-{rank}"
 
 
-def stacks_of(folder: Path, rank: int) -> Path:
+def stacks_path(folder: Path, rank: int) -> Path:
     """Returns the path at which a rank answers STACKS_SIGNAL."""
     return folder / f"stacks-{rank}"
 
 
-def run_of(folder: Path, rank: int) -> Path:
+def run_path(folder: Path, rank: int) -> Path:
     """Returns the path at which a rank writes what `tell_run` tells."""
     return folder / f"run-{rank}.json"
 
 
-def silent(pid: int, timeout: float, limit: float) -> Reading:
+def make_silent_reading(pid: int, timeout: float, limit: float) -> Reading:
     """Makes the reading of a process that has not written a heartbeat yet."""
     return Reading(pid, "start", False, 0, 0, 0.0, timeout, limit, "", 0, 0, 0.0)
 
@@ -298,7 +298,7 @@ def _read_block(path: Path, layout: struct.Struct, offset: int) -> tuple | None:
     return layout.unpack(data) if len(data) == layout.size else None
 
 
-def sealed(layout: struct.Struct, *values: object) -> bytes:
+def seal_block(layout: struct.Struct, *values: object) -> bytes:
     """Packs a block of a rank's file, with its checksum."""
     data = layout.pack(*values)
     return data + _SEAL.pack(zlib.crc32(data))
@@ -307,7 +307,7 @@ def sealed(layout: struct.Struct, *values: object) -> bytes:
 # Each block is written at once: pack_into the file would show it empty, then half written.
 def _write_work(loss: float) -> None:
     if _file is not None:
-        _file[_BEAT_BYTES:] = sealed(
+        _file[_BEAT_BYTES:] = seal_block(
             WORK, _steps, _planned_steps, _bad_steps, _images,
             _step_seconds, _own_seconds, _data_seconds, _micro_batches, loss,
         )  # fmt: skip

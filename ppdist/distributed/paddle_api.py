@@ -262,7 +262,7 @@ def bfloat16_flags() -> set[str]:
 
 
 @contextmanager
-def whole_float32() -> Iterator[None]:
+def exact_float32() -> Iterator[None]:
     """Makes products of float32, inside the block, full float32.
 
     An NVIDIA card may use TF32 for them, which keeps 10 of 23 bits.  CPU builds have no switches.

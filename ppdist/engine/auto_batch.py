@@ -327,11 +327,11 @@ def _run_probe(folder: Path, deadline: float) -> str:
     command = python_module("ppdist.engine.memory_probe", str(folder))
     environment = own_environment()
     output, left = folder / "output", deadline - time.monotonic()
-    heartbeat.at("looking for its batch")
+    heartbeat.name_place("looking for its batch")
     try:
         code = run_command(command, output, left, environment=environment, stop=heartbeat.alive)
     finally:
-        heartbeat.at("")
+        heartbeat.name_place("")
     return _LATE if code is None else _why_it_ended(code, folder, output)
 
 

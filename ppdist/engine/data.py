@@ -186,12 +186,12 @@ def _of_step(batches: Iterator[Batch], plan: TrainSampler, step: int) -> Iterato
     missing: Batch | None = None
     for number, share in zip(plan.numbers(step), plan.shares(step), strict=True):
         if missing is None:
-            heartbeat.at("waiting for its images")
+            heartbeat.name_place("waiting for its images")
             try:
                 batch = next(batches)
             except ImagesUnavailable as away:
                 batch = missing = replace(away.blank, missing=away)
-            heartbeat.at("")
+            heartbeat.name_place("")
         yield replace(batch, number=number, share=share)
 
 

@@ -111,7 +111,7 @@ class ValidationLoss:
         """
         self._step, self.sums = max(0, step - 1), {}
         if not self._counted:  # once: set, input sizes and anchors do not change
-            counts_W = evaluate_on_all_ranks(self._counts, summarize=lambda counts: counts).said_W
+            counts_W = evaluate_on_all_ranks(self._counts, say=lambda counts: counts).said_W
             totals = [sum(each) for each in zip(*filter(None, counts_W))]
             if totals:
                 self._global_normalizers = paddle.to_tensor(totals, dtype="float32")
@@ -235,7 +235,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
             self.results = found
             return {**self.measure(found), **losses, "eval_seconds": time.monotonic() - began}
 
-        return evaluate_on_all_ranks(measure, summarize=lambda metrics: metrics).said_W[0]
+        return evaluate_on_all_ranks(measure, say=lambda metrics: metrics).said_W[0]
 
     def abort_waits(self) -> None:
         """Stops waiting for unavailable images because the run ends soon.  Local."""
@@ -284,7 +284,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
         """Result of `predict`, and the losses.  Collective."""
         share = evaluate_on_all_ranks(
             lambda: self._share(model, stopped, loss),
-            summarize=lambda share: (share.unreadable, {} if loss is None else loss.sums),
+            say=lambda share: (share.unreadable, {} if loss is None else loss.sums),
         )
         rows_RX = comm.all_gather_rows(share.value.rows_RX)
         rows_RX = rows_RX[np.argsort(rows_RX[:, 0], kind="stable")]

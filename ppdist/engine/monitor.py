@@ -41,7 +41,7 @@ class HeartbeatCallback(Callback):
         heartbeat.beat("step", step - 1)
 
     def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
-        heartbeat.made(
+        heartbeat.record_step(
             loss=result.losses["loss"],
             images=result.images,
             bad=not result.finite and not result.searching,

@@ -52,10 +52,10 @@ def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
             return "time not known: a step had too little memory, or no images"  # on some rank
         clock.lap("steps")
         done = number + 1
-        eta.stepped(done, 0.0)
+        eta.record_step(done, 0.0)
         if done > _LEAST_STEPS and comm.run_on_main(lambda: clock.seconds["steps"] > _SECONDS):
             break
-    seconds = eta.left(begun)
+    seconds = eta.seconds_left(begun)
     if seconds is None:
         return "time not known: the run has one step, and the first step of a run is not typical"
     return (

@@ -27,7 +27,7 @@ class Card:
     uuid: str = ""
 
 
-def machine_cards() -> list[Card]:
+def detect_cards() -> list[Card]:
     """Returns this machine's NVIDIA cards, whether CUDA sees them or not."""
     return _read_nvidia_smi() or _query_driver()
 
@@ -84,7 +84,7 @@ def visible_labels(cards: Sequence[Card], variable: str | None) -> list[str]:
         if label.isdigit() and int(label) not in [card.index for card in cards]:
             raise LaunchError(
                 f"CUDA_VISIBLE_DEVICES={variable} names card {label}, but this machine has "
-                f"{listed_ids(card.index for card in cards)}",
+                f"{name_cards(card.index for card in cards)}",
                 code="visible_devices_wrong",
                 fix="correct or unset the variable",
             )
@@ -136,7 +136,7 @@ def _require_once(cards: Sequence[str], text: str, description: str) -> None:
         )
 
 
-def cards_of_runs(text: str) -> list[list[str]]:
+def split_cards(text: str) -> list[list[str]]:
     """Splits the cards among concurrent runs: `0,1|2-3` -> 0 1 and 2 3.
 
     Raises: LaunchError: as `expand_ids`; the runs have unlike numbers of cards, or share one.
@@ -170,7 +170,7 @@ def deal_out(visible: Sequence[str], runs: int, cards_per_run: int) -> list[list
     return [list(visible[run * cards_per_run : (run + 1) * cards_per_run]) for run in range(runs)]
 
 
-def listed_ids(labels: Iterable[object]) -> str:
+def name_cards(labels: Iterable[object]) -> str:
     """Names cards for a message: `card 3` or `cards 0, 1`."""
     texts = [str(label) for label in labels]
     return f"card {texts[0]}" if len(texts) == 1 else f"cards {', '.join(texts)}"

@@ -51,13 +51,13 @@ def main() -> int:
     from ppdist.common.process import USER_ERROR
     from ppdist.launch import console, options, supervisor, topology
     from ppdist.launch.job import fleetrun
-    from ppdist.launch.signals import signals_noted
+    from ppdist.launch.signals import collect_signals
 
     arguments = sys.argv[1:]
     if arguments and arguments[0] in ("-h", "--help"):
         print(options.help_text())
         return 0
-    with signals_noted() as received:
+    with collect_signals() as received:
         release_signals()
         try:
             inspect, run = topology.this_machine, supervisor.run_job
@@ -78,7 +78,7 @@ def _open_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
-def started_by_stock_launcher(environment: Mapping[str, str] | None = None) -> str | None:
+def warn_of_stock_launcher(environment: Mapping[str, str] | None = None) -> str | None:
     """Writes the warning for a rank that Paddle's own launcher started; None for other ranks.
 
     Args:
@@ -107,7 +107,7 @@ def started_by_stock_launcher(environment: Mapping[str, str] | None = None) -> s
     return text
 
 
-def whose_fleetrun(search_path: str | None = None) -> "tuple[str, Path | None]":
+def find_fleetrun(search_path: str | None = None) -> "tuple[str, Path | None]":
     """Finds `fleetrun` on PATH; returns its owner and path.
 
     Returns: the owner is `ppdist`, `paddle`, `unknown`, or `none` where there is no such command.

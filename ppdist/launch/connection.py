@@ -292,7 +292,7 @@ def wait_for_any(
     return bool(poll.poll(1000 * seconds))
 
 
-def text_of(message: Message, key: str, limit: int = 16_000) -> str:
+def read_text(message: Message, key: str, limit: int = 16_000) -> str:
     """Reads a text field of a message, without control characters; "" if there is none."""
     value = message.get(key)
     if not isinstance(value, str):
@@ -300,7 +300,7 @@ def text_of(message: Message, key: str, limit: int = 16_000) -> str:
     return "".join(letter for letter in value[:limit] if letter.isprintable() or letter in "\n\t")
 
 
-def integer_of(message: Message, key: str, minimum: int, maximum: int) -> int | None:
+def read_integer(message: Message, key: str, minimum: int, maximum: int) -> int | None:
     """Reads an integer field of a message; None if it is not from minimum to maximum."""
     value = message.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:

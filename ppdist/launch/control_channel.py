@@ -16,13 +16,13 @@ from ppdist.common.signals import INTERRUPTED
 from ppdist.launch.connection import (
     Connection,
     Message,
-    integer_of,
-    text_of,
+    read_integer,
+    read_text,
     wait_for_any,
 )
-from ppdist.launch.network import listed
+from ppdist.launch.network import list_hosts
 from ppdist.launch.outcome import Outcome
-from ppdist.launch.signals import at_once, is_notice
+from ppdist.launch.signals import is_notice, must_kill
 
 _POLL_SECONDS = 0.1
 _BEAT_SECONDS = 5.0
@@ -57,15 +57,15 @@ class HostEnd:
     @classmethod
     def read(cls, message: Message, host: str) -> "HostEnd":
         """Reads a report that another host has sent."""
-        code = integer_of(message, "code", 0, 255)
-        age = integer_of(message, "age_ms", 0, 3_600_000) or 0
+        code = read_integer(message, "code", 0, 255)
+        age = read_integer(message, "age_ms", 0, 3_600_000) or 0
         return cls(
             host=host,
             code=1 if code is None else code,
-            message=text_of(message, "message"),
+            message=read_text(message, "message"),
             is_consequence=bool(message.get("consequence")),
             time=time.monotonic() - age / 1000,
-            step=integer_of(message, "step", 1, 10**12),
+            step=read_integer(message, "step", 1, 10**12),
             stopped=bool(message.get("stopped")),
             is_guess=bool(message.get("guess")),
             leaves=bool(message.get("leaves")),
@@ -269,7 +269,7 @@ class ControlChannel:
         begin, is_noted = time.monotonic(), False
         while self._verdict is None:
             self.watch(received)
-            if at_once(received):
+            if must_kill(received):
                 if self._is_first:  # nobody else would tell the others
                     local_report = replace(self._reports[self._local_host], stopped=True)
                     self._tell(local_report.as_message("verdict"))
@@ -319,7 +319,7 @@ class ControlChannel:
         if not changed or decisive.code == USER_ERROR:
             return decisive
         if decisive.host in self._lost:
-            decisive = replace(decisive, host=listed(sorted(self._lost)))
+            decisive = replace(decisive, host=list_hosts(sorted(self._lost)))
         return replace(decisive, stopped=False, goes_on=True)
 
     def _tell_verdict(self, decisive: HostEnd) -> None:
@@ -364,20 +364,20 @@ class ControlChannel:
 
     def _handle_message(self, host: str, message: Message) -> None:
         if message["type"] == "stop":
-            reason = text_of(message, "why", 300)
+            reason = read_text(message, "why", 300)
             by_signal, cause_known, leaves = (
                 bool(message.get(key)) for key in ("signal", "known", "leaves")
             )
             self._stop_ranks(
                 _make_stop_message(
-                    text_of(message, "host", 300), reason, by_signal, cause_known, leaves
+                    read_text(message, "host", 300), reason, by_signal, cause_known, leaves
                 ),
                 host,
             )
         elif message["type"] == "ended" and self._is_first and host not in self._reports:
             self._record_end(HostEnd.read(message, host))
         elif message["type"] == "verdict" and not self._is_first:
-            self._verdict = HostEnd.read(message, text_of(message, "host", 300))
+            self._verdict = HostEnd.read(message, read_text(message, "host", 300))
 
     def _record_end(self, report: HostEnd) -> None:
         """Records on the first host how one host ended."""

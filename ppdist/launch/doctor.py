@@ -20,7 +20,7 @@ from ppdist.common.child import output_of, python
 from ppdist.common.errors import LaunchError, StorageError, UserError
 from ppdist.common.machine import available_memory, existing_folder, free_disk, kernel_text
 from ppdist.common.process import paddle_numbers, unknown_paddle
-from ppdist.launch.cli import whose_fleetrun
+from ppdist.launch.cli import find_fleetrun
 from ppdist.launch.options import refuse_stale_environment
 from ppdist.launch.topology import LaunchPlan, Machine, installed_version
 
@@ -36,7 +36,7 @@ _OPENCV = (
 
 _ROOT = Path("/")
 
-# What hosts are compared by (see `facts`), and what helps where they differ.
+# What hosts are compared by (see `collect_facts`), and what helps where they differ.
 _REMEDIES = {
     "cards": "every step waits for the slowest card, and the smallest memory sets the batch",
     "driver": "install the same on every host",
@@ -248,7 +248,7 @@ def file_system_of(place: Path, mounts: Path = Path("/proc/self/mounts")) -> str
 
 def check_fleetrun(search_path: str | None = None) -> Finding:
     """Checks that typing `fleetrun` starts ppdist's, from this Python."""
-    owner, path = whose_fleetrun(search_path)
+    owner, path = find_fleetrun(search_path)
     alternative = "type `ppdist launch` in its place (in a clone: python tools/launch.py)"
     reinstall = "pip install --force-reinstall --no-deps"
     remedy_here = (
@@ -273,7 +273,9 @@ def check_fleetrun(search_path: str | None = None) -> Finding:
     return Finding(OK, "fleetrun", f"{path} is ppdist's")
 
 
-def facts(machine: Machine, environment: Mapping[str, str], root: Path = _ROOT) -> dict[str, str]:
+def collect_facts(
+    machine: Machine, environment: Mapping[str, str], root: Path = _ROOT
+) -> dict[str, str]:
     """Collects what the hosts of a run are compared by, as far as it can be read.
 
     Args: environment: that of a rank, in which fleetrun has set the interface.
@@ -334,7 +336,7 @@ def judge_speed(report: Measured) -> Iterator[Finding]:
         yield Finding(OK, "hosts alike", f"in {', '.join(_REMEDIES)}")
 
 
-def table(report: Measured) -> Iterator[str]:
+def format_table(report: Measured) -> Iterator[str]:
     """Yields the lines of the table of all-reduce times, for the terminal."""
     yield f"{report['world']} ranks, {report['device']}"
     yield f"{'all-reduce of':>14}  {'time':>10}  {'algorithm':>11}  {'bus':>11}"

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ppdist.common.job import PER_HOST_KEYS
-from ppdist.launch.connection import Message, integer_of, text_of
+from ppdist.launch.connection import Message, read_integer, read_text
 from ppdist.launch.network import MOST_HOSTS, typed_hosts
 from ppdist.launch.options import MOST_RESTARTS, MOST_SECONDS, Options
 from ppdist.launch.topology import LaunchPlan, installed_version
@@ -97,24 +97,24 @@ def read_handshake(message: Message) -> Handshake | None:
     if message["type"] != "handshake":
         return None
     values: dict[str, Any] = {
-        "processes": integer_of(message, "processes", 1, 4096),
-        "max_restart": integer_of(message, "max_restart", 0, MOST_RESTARTS),
-        "min_hosts": integer_of(message, "min_hosts", 0, _LIST_LIMIT),
-        "rejoin_seconds": integer_of(message, "rejoin_seconds", 0, MOST_SECONDS),
-        "attempt": integer_of(message, "attempt", 0, MOST_RESTARTS),
-        "changes": integer_of(message, "changes", 0, MOST_RESTARTS),
-        "skip": steps_of(message),
-        **{key: words_of(message, key) for key in ("hosts", "arguments", "names")},
+        "processes": read_integer(message, "processes", 1, 4096),
+        "max_restart": read_integer(message, "max_restart", 0, MOST_RESTARTS),
+        "min_hosts": read_integer(message, "min_hosts", 0, _LIST_LIMIT),
+        "rejoin_seconds": read_integer(message, "rejoin_seconds", 0, MOST_SECONDS),
+        "attempt": read_integer(message, "attempt", 0, MOST_RESTARTS),
+        "changes": read_integer(message, "changes", 0, MOST_RESTARTS),
+        "skip": read_steps(message),
+        **{key: read_words(message, key) for key in ("hosts", "arguments", "names")},
     }
     if None in values.values() or len(values["names"]) not in (0, len(values["hosts"])):
         return None
     for field in fields(Handshake):
         if field.name not in values:
-            values[field.name] = text_of(message, field.name, _WORD_LIMIT)
+            values[field.name] = read_text(message, field.name, _WORD_LIMIT)
     return Handshake(**values) if values["host"] in values["hosts"] else None
 
 
-def words_of(message: Message, key: str) -> tuple[str, ...] | None:
+def read_words(message: Message, key: str) -> tuple[str, ...] | None:
     """Reads a list of texts from a message; None: it holds none."""
     words = message.get(key)
     if not isinstance(words, list) or len(words) > _LIST_LIMIT:
@@ -124,7 +124,7 @@ def words_of(message: Message, key: str) -> tuple[str, ...] | None:
     return tuple(words)
 
 
-def steps_of(message: Message) -> tuple[int, ...] | None:
+def read_steps(message: Message) -> tuple[int, ...] | None:
     """Reads the steps to leave out from a message; None: it holds none."""
     steps = message.get("skip")
     if not isinstance(steps, list) or len(steps) > _LIST_LIMIT:

@@ -29,10 +29,10 @@ from ppdist.common.process import STOPPED, USER_ERROR, boot_seconds
 from ppdist.launch.console import say, say_end
 from ppdist.launch.control_channel import ControlChannel
 from ppdist.launch.handshake import make_handshake
-from ppdist.launch.metrics import exporting
-from ppdist.launch.network import once_known, typed_hosts
+from ppdist.launch.metrics import export_metrics
+from ppdist.launch.network import retry_until_known, typed_hosts
 from ppdist.launch.options import Options, parse_options
-from ppdist.launch.outcome import Outcome, stopped_before
+from ppdist.launch.outcome import Outcome, make_early_stop
 from ppdist.launch.rendezvous import Hub, rendezvous
 from ppdist.launch.signals import Stopped
 from ppdist.launch.supervisor import private_files, private_folder
@@ -74,8 +74,8 @@ def fleetrun(
         try:
             endpoint = job.wait_for_names(lambda: metrics_endpoint(options, this_machine))
         except Stopped:
-            return stopped_before_begin(received).code
-        resources.enter_context(exporting(folder, endpoint))
+            return report_early_stop(received).code
+        resources.enter_context(export_metrics(folder, endpoint))
         resources.callback(job.close)
         outcome = job.attempt()
         while not outcome.is_final and (
@@ -131,11 +131,11 @@ class _Job:
         try:
             plan, channel = self.connect_hosts()
         except Stopped:
-            return stopped_before_begin(self.received)
+            return report_early_stop(self.received)
         if channel is not None:
             self.restarts.agree(channel.attempt, channel.changes, channel.skip)
-        if not wait(pause, channel, self.received):
-            outcome = stopped_before_begin(self.received)
+        if not pause_attempt(pause, channel, self.received):
+            outcome = report_early_stop(self.received)
             if channel is not None:
                 outcome = channel.finish(outcome, self.received)
                 say_end(outcome)
@@ -146,7 +146,7 @@ class _Job:
             self.say_plan(plan)
         # With --master fleetrun connects no hosts, so they have no common nonce.
         nonce = channel.nonce if channel is not None else "" if self.options.master else None
-        variables = {JOB_VARIABLE: name_of_job(self.options.token, nonce)}
+        variables = {JOB_VARIABLE: name_job(self.options.token, nonce)}
         variables |= {JOB_DIR_VARIABLE: str(self.folder), **self.restarts.variables}
         variables |= {STARTED_VARIABLE: f"{self.started}"}
         hosts = len(typed_hosts(self.options.ips or ""))
@@ -236,10 +236,10 @@ class _Job:
         Raises: LaunchError.  Stopped.
         """
         ips, seconds = self.options.ips or "", self.options.start_timeout
-        return once_known(decide, ips, self.machine.network, seconds, say, self.received)
+        return retry_until_known(decide, ips, self.machine.network, seconds, say, self.received)
 
 
-def name_of_job(token: str, nonce: str | None = None) -> str:
+def name_job(token: str, nonce: str | None = None) -> str:
     """Names this attempt, alike on all of its hosts.
 
     Args: nonce: random text from the first host; None: this host is alone and draws its own.
@@ -248,14 +248,14 @@ def name_of_job(token: str, nonce: str | None = None) -> str:
     return hmac.new(os.fsencode(token), nonce.encode(), hashlib.sha256).hexdigest()
 
 
-def stopped_before_begin(received: Sequence[int]) -> Outcome:
+def report_early_stop(received: Sequence[int]) -> Outcome:
     """Reports that a signal came, here or on another host, before any rank began."""
-    outcome = stopped_before((*received, signal.SIGTERM)[0], "any rank of this attempt began")
+    outcome = make_early_stop((*received, signal.SIGTERM)[0], "any rank of this attempt began")
     say_end(outcome)
     return replace(outcome, message="")
 
 
-def wait(seconds: float, channel: ControlChannel | None, received: Sequence[int]) -> bool:
+def pause_attempt(seconds: float, channel: ControlChannel | None, received: Sequence[int]) -> bool:
     """Waits `seconds`, or until a signal comes; False: one came, here or on another host."""
     end = time.monotonic() + seconds
     while not received and not (channel is not None and channel.watch(received)):

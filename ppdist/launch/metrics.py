@@ -128,13 +128,13 @@ class Measures:
         """Yields the numbers of each rank of this host."""
         is_up = {
             report.rank: report.code is None and report.child != 0 and is_alive(report.child)
-            for report in worker.reports(folder)
+            for report in worker.read_reports(folder)
         }
         readings = {
             rank: reading
             for rank in is_up
             if is_up[rank]
-            and (reading := heartbeat.read(heartbeat.file_of(folder, rank))) is not None
+            and (reading := heartbeat.read(heartbeat.heartbeat_path(folder, rank))) is not None
         }
         furthest = max((reading.step for reading in readings.values()), default=0)
         for rank in is_up:
@@ -151,7 +151,7 @@ class Measures:
             if reading.phase != "start":  # before, it does not know where the run is
                 yield "ppdist_rank_step", labels, float(reading.step)
                 yield "ppdist_rank_lag_steps", labels, float(furthest - reading.step)
-            work = heartbeat.read_work(heartbeat.file_of(folder, rank))
+            work = heartbeat.read_work(heartbeat.heartbeat_path(folder, rank))
             if work is not None:
                 yield "ppdist_rank_steps_total", labels, float(work.steps)
                 yield "ppdist_rank_micro_batches_total", labels, work.micro_batches
@@ -161,7 +161,7 @@ class Measures:
 
     def _read_run(self, folder: Path) -> Iterator[Sample]:
         """Yields the numbers of the whole run; none but on rank 0's host."""
-        path = heartbeat.file_of(folder, 0)
+        path = heartbeat.heartbeat_path(folder, 0)
         if not path.exists():
             return
         reading, work = heartbeat.read(path), heartbeat.read_work(path)
@@ -224,7 +224,7 @@ def last_evaluation(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def exporting(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[None]:
+def export_metrics(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[None]:
     """Serves Prometheus while the block runs, or warns once.
 
     Args:
@@ -252,7 +252,7 @@ def exporting(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[None]:
 def main(arguments: Sequence[str]) -> int:
     """Serves until fleetrun, the parent, is gone.
 
-    Args: arguments: folder, address and port, as of `exporting`.
+    Args: arguments: folder, address and port, as of `export_metrics`.
     """
     folder, address, port = Path(arguments[0]), arguments[1], int(arguments[2])
     for number in STOP_SIGNALS:  # schedulers signal all processes of a job, which may continue
@@ -285,7 +285,7 @@ def open_server(address: str, port: int, measures: Measures) -> WSGIServer:
     return make_server(address, port, make_wsgi_app(registry), _Server, _Handler)
 
 
-def families(samples: Sequence[Sample]) -> Iterator[Any]:
+def group_samples(samples: Sequence[Sample]) -> Iterator[Any]:
     """Groups the samples by their name, as prometheus-client wants them."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -309,7 +309,7 @@ class _Collector:
 
     def collect(self) -> list[Any]:
         with self._lock:  # two scrapes may come at once
-            return list(families(self._measures.samples()))
+            return list(group_samples(self._measures.samples()))
 
 
 class _Handler(WSGIRequestHandler):

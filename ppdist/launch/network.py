@@ -88,7 +88,7 @@ def typed_hosts(ips: str) -> list[str]:
     return [name for name in re.split(r"[,\s]+", ips.strip().strip("'\"")) if name]
 
 
-def listed(hosts: Sequence[str]) -> str:
+def list_hosts(hosts: Sequence[str]) -> str:
     """Lists the first hosts, and counts the rest: `10.0.0.1, 10.0.0.2, 10.0.0.3 and 997 more`."""
     more = len(hosts) - _LISTED_HOSTS
     return ", ".join(hosts[:_LISTED_HOSTS]) + (f" and {more} more" if more > 0 else "")
@@ -159,7 +159,7 @@ def _refuse_loopback_among_hosts(names: Sequence[str], addresses: Sequence[str])
             )
 
 
-def own_address(addresses: Sequence[str], host: str | None, network: Network) -> str:
+def find_own_address(addresses: Sequence[str], host: str | None, network: Network) -> str:
     """Finds the address of this machine among those of the hosts.
 
     Args:
@@ -167,7 +167,7 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
         host: the value of --host, or None to find out.
     Raises: LaunchError: none of the addresses is this machine's, or several are.
     """
-    among = f"--ips {listed(addresses)}"
+    among = f"--ips {list_hosts(addresses)}"
     if host is not None:
         address = network.resolve(host)
         if address is None or address not in addresses:
@@ -191,7 +191,7 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
     )
 
 
-def once_known(
+def retry_until_known(
     decide: Callable[[], T],
     ips: str,
     network: Network,
@@ -304,7 +304,7 @@ def choose_port(
             fix="give one: --start_port P",
         )
     start = _SEVERAL_HOSTS_PORT if wanted is None else wanted
-    ranks = ranks_port(start, hosts)
+    ranks = first_rank_port(start, hosts)
     if ranks + count - 1 > 65535:
         raise LaunchError(
             f"{count} processes need ports up to 65535",
@@ -316,7 +316,7 @@ def choose_port(
     if first:
         taken = [port for port in range(ranks, ranks + count) if not network.is_free(port)]
     if taken:
-        raise port_in_use(taken[0], hosts)
+        raise make_port_error(taken[0], hosts)
     return start
 
 
@@ -337,12 +337,12 @@ def refuse_metrics_port(port: int | None, ports: range) -> None:
         )
 
 
-def ranks_port(start: int, hosts: int) -> int:
+def first_rank_port(start: int, hosts: int) -> int:
     """Returns the first port of the ranks; with several hosts, after the rendezvous port."""
     return start + (hosts > 1)
 
 
-def port_in_use(port: int, hosts: int) -> LaunchError:
+def make_port_error(port: int, hosts: int) -> LaunchError:
     """Makes the error for a port that is in use."""
     on_all_hosts = " (the same on every host)" if hosts > 1 else ""
     return LaunchError(

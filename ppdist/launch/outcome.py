@@ -118,7 +118,7 @@ class RankEnd:
         """Returns the optimizer step that failed, from 1, or None."""
         if self.reading is None or self.failure.kind == errors.StorageError.kind:
             return None
-        return self.reading.making
+        return self.reading.step_in_progress
 
     @property
     def reached(self) -> int:
@@ -159,7 +159,7 @@ def describe_phase(reading: heartbeat.Reading) -> str:
 def read_ends(folder: Path) -> list[RankEnd]:
     """Reads how the ranks that have begun ended; one without an exit code still runs."""
     ends = []
-    for report in worker.reports(folder):
+    for report in worker.read_reports(folder):
         end = RankEnd(
             rank=report.rank,
             local=report.local,
@@ -167,7 +167,7 @@ def read_ends(folder: Path) -> list[RankEnd]:
             failure=_NO_REPORT,
             time=report.time,
             pid=report.pid,
-            reading=heartbeat.read(heartbeat.file_of(folder, report.rank)),
+            reading=heartbeat.read(heartbeat.heartbeat_path(folder, report.rank)),
             process_code=report.code,
             began=report.code is not None or report.child != 0,
             seconds=report.seconds,
@@ -243,13 +243,13 @@ def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
     ]
     codes = {end.exit_code for end in ends}
     if not ends and stopped is not None:
-        return stopped_before(stopped, "any rank began")
+        return make_early_stop(stopped, "any rank began")
     if not ends:
-        return not_started(attempt, "Paddle's launcher failed before any rank began")
+        return make_start_failure(attempt, "Paddle's launcher failed before any rank began")
     failed = [end for end in ends if end.failed]
     if not failed and codes == {0}:
         if launcher_code == 1:
-            return replace(not_started(attempt, "Paddle's launcher failed"), stopped=stopped)
+            return replace(make_start_failure(attempt, "Paddle's launcher failed"), stopped=stopped)
         return Outcome(0, "", stopped, time=boot_seconds())
     if not failed:
         return Outcome(STOPPED, "", stopped)
@@ -268,23 +268,23 @@ def made_step(ends: Sequence[RankEnd], trains: bool) -> bool:
     return any(not end.made_no_step and (end.reading is not None or not trains) for end in ends)
 
 
-def failed_now(message: str) -> Outcome:
+def make_failure(message: str) -> Outcome:
     """Makes the outcome of a failure that no rank of this host reported."""
     return Outcome(1, message, remote_message=message, time=boot_seconds())
 
 
-def not_started(attempt: Attempt, problem: str) -> Outcome:
+def make_start_failure(attempt: Attempt, problem: str) -> Outcome:
     """Makes the outcome of a failure whose reason ends the launcher's log."""
-    return failed_now(f"{problem}:\n{_tail(attempt.launcher_log)}")
+    return make_failure(f"{problem}:\n{_tail(attempt.launcher_log)}")
 
 
-def stopped_before(number: int, event: str) -> Outcome:
+def make_early_stop(number: int, event: str) -> Outcome:
     """Makes the outcome of a signal before the first step: nothing is lost."""
     message = f"stopped by {signal.Signals(number).name} before {event}: it wrote no checkpoint"
     return Outcome(STOPPED, message, number)
 
 
-def first_cause(attempt: Attempt, ends: Sequence[RankEnd]) -> Outcome | None:
+def find_first_cause(attempt: Attempt, ends: Sequence[RankEnd]) -> Outcome | None:
     """Finds the failure that ends the run while ranks still run; None: no rank failed by itself."""
     causes = [end for end in ends if end.failed and not end.waited_for_peer]
     return _judge_failures(attempt, ends, causes, None) if causes else None
@@ -317,7 +317,7 @@ def _judge_failures(
         return _make_outcome(first, USER_ERROR, message, remote_message, stopped)
     if stopped is not None and all(end.is_consequence or end.exit_code == STOPPED for end in ends):
         if all(end.made_no_step or end.exit_code == STOPPED for end in ends):
-            return stopped_before(stopped, "the first step of this attempt")
+            return make_early_stop(stopped, "the first step of this attempt")
         ranks = ", ".join(str(end.rank) for end in failed)
         name = signal.Signals(stopped).name
         message = f"stopped by {name}; rank {ranks} left no checkpoint"

@@ -38,14 +38,14 @@ from ppdist.launch.connection import (
     OTHER_TOKEN,
     Connection,
     Message,
-    integer_of,
     open_listener,
-    text_of,
+    read_integer,
+    read_text,
     wait_for_any,
 )
 from ppdist.launch.control_channel import ControlChannel
-from ppdist.launch.handshake import Handshake, differences, read_handshake, steps_of, words_of
-from ppdist.launch.network import listed, port_in_use
+from ppdist.launch.handshake import Handshake, differences, read_handshake, read_steps, read_words
+from ppdist.launch.network import list_hosts, make_port_error
 from ppdist.launch.options import MOST_RESTARTS
 from ppdist.launch.signals import Stopped, is_notice
 
@@ -347,7 +347,7 @@ class Hub:
                     names[place]
                 )
         calls = "; ".join(
-            f"{listed(hosts)} ({reason})" for reason, hosts in hosts_by_reason.items()
+            f"{list_hosts(hosts)} ({reason})" for reason, hosts in hosts_by_reason.items()
         )
         missing = sum(map(len, hosts_by_reason.values()))
         text = f"still waiting for {missing} of {len(names)} hosts on port {self._port}: {calls}"
@@ -371,7 +371,7 @@ class Hub:
             return
         for message in second.receive():
             if message.get("code") == "hosts_differ":
-                self._fail(LaunchError(text_of(message, "text"), code="hosts_differ"))
+                self._fail(LaunchError(read_text(message, "text"), code="hosts_differ"))
         if second.closed is not None and now - second.opened > _CALL_SECONDS:
             self._second = None
 
@@ -440,7 +440,7 @@ class Hub:
         local, mismatches = self._local, differences(self._local, remote)
         if remote.host not in local.hosts and not local.has_same_names(remote):
             self._report_refused(f"rejected {remote.host[:60]}: it is not among --ips of this host")
-            text = f"it is not among --ips {listed(local.hosts)} there"
+            text = f"it is not among --ips {list_hosts(local.hosts)} there"
             _send_refusal(caller, f"host {local.host} refused this one, {remote.host}: {text}")
             return None
         if mismatches:
@@ -523,7 +523,7 @@ class Hub:
         )
         guest.proven = not differing
         if differing:
-            text = f"it differs from the hosts that train in {listed(differing)}"
+            text = f"it differs from the hosts that train in {list_hosts(differing)}"
             host = guest.handshake.host
             self._report_refused(f"refused host {host}, and goes on without it: {text}")
             message = f"host {self._local.host} refused this one, {host}: {text}"
@@ -687,7 +687,7 @@ class _Caller:
 
         Raises: LaunchError.  Stopped.
         """
-        kind, text = message["type"], text_of(message, "text")
+        kind, text = message["type"], read_text(message, "text")
         if kind == "joined":
             self._joined = True
         elif kind == "prove":
@@ -707,14 +707,14 @@ class _Caller:
                 fix="start the same command on all hosts to go on with it (--resume auto)",
             )
         elif kind == "refused":
-            code = text_of(message, "code", 100)
+            code = read_text(message, "code", 100)
             if code != "host_refused":
                 raise Failure(LaunchError.kind, code, text).error()
             if not self._local.has_names:
                 raise LaunchError(text, code="host_refused")
             connection.close(text)  # a name may have the address that is another run's hub by now
         elif kind == "begin" and self._joined:
-            hosts = words_of(message, "hosts") or ()
+            hosts = read_words(message, "hosts") or ()
             if hosts[1:] and self._local.host in hosts:
                 self._say(_describe_world(hosts, self._local))
                 return _make_channel(self._local, message, {hosts[0]: connection}, self._say)
@@ -755,7 +755,7 @@ def _describe_world(hosts: Sequence[str], local: Handshake) -> str:
     if count == total:
         return f"all {count} hosts are connected"
     absent = [host for host in local.hosts if host not in hosts]
-    return f"{count} of {total} hosts are connected, without {listed(absent)}"
+    return f"{count} of {total} hosts are connected, without {list_hosts(absent)}"
 
 
 def _make_channel(
@@ -768,13 +768,13 @@ def _make_channel(
     """Makes the channel of a world from the message with which the hub begins it."""
     return ControlChannel(
         local.host,
-        words_of(begin, "hosts") or (),
+        read_words(begin, "hosts") or (),
         peers,
         say,
-        attempt=integer_of(begin, "attempt", 0, MOST_RESTARTS) or 0,
-        changes=integer_of(begin, "changes", 0, MOST_RESTARTS) or 0,
-        skip=steps_of(begin) or (),
-        nonce=text_of(begin, "nonce", 100),
+        attempt=read_integer(begin, "attempt", 0, MOST_RESTARTS) or 0,
+        changes=read_integer(begin, "changes", 0, MOST_RESTARTS) or 0,
+        skip=read_steps(begin) or (),
+        nonce=read_text(begin, "nonce", 100),
         is_elastic=local.is_elastic,
         hub=hub,
     )
@@ -797,4 +797,4 @@ def _listen(local: Handshake, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 break
-    raise port_in_use(port, len(local.hosts))
+    raise make_port_error(port, len(local.hosts))

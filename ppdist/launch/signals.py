@@ -21,7 +21,7 @@ class Stopped(Exception):
 
 
 @contextmanager
-def signals_noted() -> Iterator[list[int]]:
+def collect_signals() -> Iterator[list[int]]:
     """Yields the list of stop requests so far.
 
     Signals within a second of a request are the same one.  SIGHUP that was ignored before
@@ -53,11 +53,11 @@ def is_notice(received: Sequence[int]) -> bool:
     return bool(received) and received[0] in NOTICES
 
 
-def at_once(received: Sequence[int]) -> bool:
+def must_kill(received: Sequence[int]) -> bool:
     """Returns True if a second request came: the ranks are killed."""
     return len(received) > 1
 
 
-def code_of(received: Sequence[int]) -> int:
+def exit_code_of_kill(received: Sequence[int]) -> int:
     """Returns the exit code of a run that was killed by a second signal."""
     return INTERRUPTED if received[-1] == signal.SIGINT else 1

@@ -37,14 +37,14 @@ from ppdist.launch.outcome import (
     Attempt,
     Outcome,
     RankEnd,
-    failed_now,
-    first_cause,
+    find_first_cause,
     judge,
     made_step,
-    not_started,
+    make_failure,
+    make_start_failure,
     read_ends,
 )
-from ppdist.launch.signals import at_once, code_of
+from ppdist.launch.signals import exit_code_of_kill, must_kill
 from ppdist.launch.topology import LaunchPlan
 from ppdist.launch.watchdog import Watch
 
@@ -74,7 +74,7 @@ def run_job(
     Args:
         folder: private and new, for this attempt alone.
         restarts: how often the job was restarted.
-        received: requests to stop (see `signals_noted`); those for a single rank are added.
+        received: requests to stop (see `collect_signals`); those for a single rank are added.
     Returns: the outcome; its message is empty where it was printed already.
     Raises: LaunchError: log_dir or the private folder cannot be written.
     """
@@ -195,7 +195,7 @@ class _Job:
                     ignored=(signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2),
                 )
             except OSError as error:  # as for one process more than the user may have
-                self._verdict = failed_now(f"a rank cannot be started: {error.strerror}")
+                self._verdict = make_failure(f"a rank cannot be started: {error.strerror}")
                 return self._kill_all()
             self._processes.append(process)
 
@@ -216,10 +216,10 @@ class _Job:
             self._check_ends()
         if others_failed and self._ending is None:
             self._ending = time.monotonic()
-        if at_once(self._received):
+        if must_kill(self._received):
             name = signal.Signals(self._received[-1]).name
             message = f"{name} again: the ranks were killed at once; older checkpoints are intact"
-            code, first = code_of(self._received), self._received[0]
+            code, first = exit_code_of_kill(self._received), self._received[0]
             self._verdict = Outcome(
                 code, message, first, message, is_consequence=True, time=boot_seconds()
             )
@@ -242,22 +242,22 @@ class _Job:
             if (launcher.returncode or 0) < 0:
                 launcher_name = f"Paddle's launcher (process {launcher.pid})"
                 name = signal.Signals(-launcher.returncode).name
-                self._verdict = failed_now(
+                self._verdict = make_failure(
                     f"{launcher_name} was killed by {name}, its ranks were ended"
                 )
         elif not self._stop_sent and any(process.returncode for process in self._processes):
-            begun = {report.rank for report in worker.reports(self._folder)}
+            begun = {report.rank for report in worker.read_reports(self._folder)}
             for process, variables in zip(self._processes, self._plan.ranks):
                 rank = int(variables["PADDLE_TRAINER_ID"])
                 if process.returncode and rank not in begun:
-                    self._verdict = not_started(self._attempt, f"rank {rank} did not begin")
+                    self._verdict = make_start_failure(self._attempt, f"rank {rank} did not begin")
                     return self._kill_all()
 
     def _check_ends(self) -> None:
         """Judges the ranks that have ended; a failure ends the other ranks."""
         ends = _read_ended(self._folder, self._ending is None)
         if any(end.failed for end in ends):
-            cause = first_cause(self._attempt, ends)
+            cause = find_first_cause(self._attempt, ends)
             if cause is not None:
                 self.printed_message = cause.message
                 say_end(cause)
@@ -344,7 +344,7 @@ def _kill_processes(folder: Path) -> list[int]:
     Returns: process ids of those that do not end.
     """
     deadline = time.monotonic() + _KILL_SECONDS
-    while pids := worker.started_by(folder):
+    while pids := worker.find_processes(folder):
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

@@ -25,13 +25,13 @@ from ppdist.common.job import (
     STARTED_VARIABLE,
 )
 from ppdist.common.process import PADDLE_REMEDY
-from ppdist.launch.cards import Card, expand_ids, listed_ids, machine_cards, visible_labels
+from ppdist.launch.cards import Card, detect_cards, expand_ids, name_cards, visible_labels
 from ppdist.launch.network import (
     Network,
     check_interfaces,
     choose_port,
-    own_address,
-    ranks_port,
+    find_own_address,
+    first_rank_port,
     refuse_metrics_port,
     resolve_hosts,
     socket_variables,
@@ -77,7 +77,7 @@ class Machine:
 
 def this_machine() -> Machine:
     """Inspects the real machine; takes as long as nvidia-smi."""
-    return Machine(machine_cards(), paddle_build(), len(os.sched_getaffinity(0)))
+    return Machine(detect_cards(), paddle_build(), len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
     """
     _check_paddle_and_script(options, machine)
     variables = _clean_environment(environment)
-    labels, note = cards_of_run(options, environment, machine)
+    labels, note = choose_cards(options, environment, machine)
     processes = len(labels) or options.processes or 1
     name, visible = _find_visible(options, environment, machine)
     if name in variables and visible is not None:
@@ -179,7 +179,7 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
             options.start_port, processes, len(hosts), host == hosts[0], machine.network,
             options.metrics_port,
         )  # fmt: skip
-        first_port = ranks_port(port, len(hosts))
+        first_port = first_rank_port(port, len(hosts))
         launcher_options = {}
         host_text = f"host {hosts.index(host) + 1} of {len(hosts)}, " if hosts[1:] else ""
     if options.needs_paddle:
@@ -280,7 +280,7 @@ _COMMAND_OF_SCRIPT = {"infer": "predict"} | {
 }
 
 
-def cards_of_run(
+def choose_cards(
     options: Options, environment: Mapping[str, str], machine: Machine
 ) -> tuple[list[str], str]:
     """Chooses the cards of this host; returns them by local rank ([]: CPU) and a note."""
@@ -370,13 +370,13 @@ def _refuse_absent(
         return
     if variable is None:
         raise LaunchError(
-            f"there is no card {absent}: this machine has {listed_ids(visible)}",
+            f"there is no card {absent}: this machine has {name_cards(visible)}",
             code="card_missing",
             fix="choose from these",
         )
     source = "those nvidia-smi shows, here " if name == "CUDA_VISIBLE_DEVICES" else ""
     raise LaunchError(
-        f"card {absent} is hidden by {name}={variable}: the ids are {source}{listed_ids(visible)}",
+        f"card {absent} is hidden by {name}={variable}: the ids are {source}{name_cards(visible)}",
         code="card_hidden",
         fix=f"choose from these, or unset {name}",
     )
@@ -402,7 +402,7 @@ def _resolve_ips(
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return ["127.0.0.1"], "127.0.0.1"
     hosts = resolve_hosts(options.ips, network)
-    local_address = own_address(hosts, options.host, network)
+    local_address = find_own_address(hosts, options.host, network)
     _choose_interfaces(local_address, variables, network)
     return hosts, local_address
 
@@ -450,5 +450,5 @@ def metrics_endpoint(options: Options, machine: Machine) -> tuple[str, int] | No
     address = options.metrics_address
     if not address and options.ips is not None:
         hosts = resolve_hosts(options.ips, machine.network)
-        address = own_address(hosts, options.host, machine.network)
+        address = find_own_address(hosts, options.host, machine.network)
     return address or "127.0.0.1", options.metrics_port

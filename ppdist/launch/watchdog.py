@@ -104,7 +104,7 @@ class Watch:
         limits = {status.rank: self.limit(status) for status in ranks}
         culprits, description = _find_hung(ranks, limits, self._now, self._several_hosts)
         certain = True
-        codes = {report.rank: report.code for report in worker.reports(self._folder)}
+        codes = {report.rank: report.code for report in worker.read_reports(self._folder)}
         ended = {rank for rank, code in codes.items() if code is not None} - self._ended
         self._ended |= ended
         failed = any(codes[rank] not in (0, STOPPED) for rank in ended)
@@ -146,9 +146,9 @@ class Watch:
                 readings[int(path.name.partition("-")[2])] = reading
         timeout = min((reading.timeout for reading in readings.values()), default=math.inf)
         limit = min((reading.limit for reading in readings.values()), default=math.inf)
-        for report in worker.reports(self._folder):
+        for report in worker.read_reports(self._folder):
             if report.rank not in readings and report.child:
-                readings[report.rank] = heartbeat.silent(report.child, timeout, limit)
+                readings[report.rank] = heartbeat.make_silent_reading(report.child, timeout, limit)
         return readings
 
     def _update_ranks(self) -> None:
@@ -181,8 +181,8 @@ class Watch:
         self._ended_hung = True
         since = boot_seconds() - max(self._now - status.changed for status in culprits)
         # Read before the signals: a rank woken up to write its stacks may begin the next step.
-        makings = [status.reading.making for status in self._ranks.values()]
-        step = min((making for making in makings if making is not None), default=None)
+        steps = [status.reading.step_in_progress for status in self._ranks.values()]
+        step = min((begun for begun in steps if begun is not None), default=None)
         for status in self._ranks.values():
             _send_signal(status, heartbeat.STACKS_SIGNAL)
         for status in culprits:

@@ -81,14 +81,14 @@ def main() -> int:
     end_with_parent(signal.SIGTERM, parent)
     begin_report(folder, rank, local)
     forget_environment(folder)
-    output, errors = streams(folder, local, Path(job["log_dir"]), job)
+    output, errors = open_streams(folder, local, Path(job["log_dir"]), job)
     hold_signals()  # one that arrives while the script starts would reach neither
     began = time.monotonic()
     child = start(
         job["command"],
         stdout=output,
         stderr=errors,
-        env=environment(job["log_dir"]),
+        env=make_environment(job["log_dir"]),
         start_new_session=False,
         default=(signal.SIGTERM, signal.SIGINT),  # not `stop`, in a copy of this process
     )
@@ -98,7 +98,7 @@ def main() -> int:
     begin_report(folder, rank, local, child.pid)
     code = child.wait()
     end_report(folder, rank, local, code, time.monotonic() - began)
-    for pid in started_by(folder, rank):  # whatever group or session it made for itself
+    for pid in find_processes(folder, rank):  # whatever group or session it made for itself
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     return code if code >= 0 else 128 - code
@@ -114,7 +114,7 @@ def forget_environment(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def started_by(folder: Path, rank: int | None = None) -> list[int]:
+def find_processes(folder: Path, rank: int | None = None) -> list[int]:
     """Lists the processes of an attempt (of one rank), found by their environment.
 
     Zombies have none, nor has anything where there is no /proc.
@@ -165,7 +165,7 @@ def _record(
     return json.dumps(asdict(report)).ljust(_RECORD_BYTES - 1).encode() + b"\n"
 
 
-def reports(folder: Path) -> list[Report]:
+def read_reports(folder: Path) -> list[Report]:
     """Reads the last report of each rank that has begun."""
     latest = {}
     for path in folder.glob("exit-*.json"):
@@ -177,7 +177,7 @@ def reports(folder: Path) -> list[Report]:
     return [latest[rank] for rank in sorted(latest)]
 
 
-def streams(
+def open_streams(
     folder: Path, local: int, log_dir: Path, job: dict[str, Any]
 ) -> tuple[BinaryIO | int, BinaryIO | int]:
     """Returns stdout and stderr for the script: fleetrun's terminal, or the log."""
@@ -201,7 +201,7 @@ def streams(
     return log, log
 
 
-def environment(log_dir: str) -> dict[str, str]:
+def make_environment(log_dir: str) -> dict[str, str]:
     """Returns the environment of the script."""
     variables = dict(os.environ)
     variables["PADDLE_LOG_DIR"] = log_dir

@@ -10,7 +10,7 @@ from ppdist.cli import script_of
 from ppdist.common.child import own_environment, python, python_module, run_command
 from ppdist.common.trackers import TrackedRun, TrackerProcess
 from ppdist.launch.doctor import check_software
-from ppdist.launch.metrics import exporting
+from ppdist.launch.metrics import export_metrics
 
 WAIT = 60.0  # seconds: a bound against hanging
 
@@ -45,7 +45,7 @@ def start_tracker(folder: Path) -> None:
 
 
 def start_metrics(folder: Path) -> None:
-    with exporting(folder, ("127.0.0.1", 0)):
+    with export_metrics(folder, ("127.0.0.1", 0)):
         pass
 
 

@@ -215,7 +215,7 @@ class Rounding:
             weight.set_value(paddle.to_tensor(moved).astype(weight.dtype))
 
 
-@paddle_api.whole_float32()  # TF32 keeps 10 bits: what float32 may be off by would tell nothing
+@paddle_api.exact_float32()  # TF32 keeps 10 bits: what float32 may be off by would tell nothing
 def train_steps(
     config: ExperimentConfig,
     steps: int,

@@ -59,8 +59,8 @@ class Run:
             elif step % self.steps_per_epoch == 1:
                 seconds += self.first_of_epoch
             clock.now += seconds + (300.0 if step == self.stall_at else 0.0)
-            meter.stepped(step, 0.01)
-            left = meter.left(step)
+            meter.record_step(step, 0.01)
+            left = meter.seconds_left(step)
             if left is not None:
                 said[step] = clock.now, left
             if step % self.steps_per_epoch == 0:
@@ -115,7 +115,7 @@ def test_every_second_is_booked_once():
         clock.now += 1.0
     meter.begin_steps()
     clock.now += 7.0
-    meter.stepped(1, 2.0)
+    meter.record_step(1, 2.0)
     with meter.spending(EVALUATION, 1):
         clock.now += 3.0
         with meter.spending(SAVING, 1):
@@ -142,8 +142,8 @@ def test_steps_that_are_made_again_do_not_confuse_it():
     meter = ETA(100, clock)
     for step in [*range(1, 50), *range(10, 40)]:
         clock.now += 1.0
-        meter.stepped(step, 0.0)
-    assert meter.left(39) == pytest.approx(61.0)
+        meter.record_step(step, 0.0)
+    assert meter.seconds_left(39) == pytest.approx(61.0)
 
 
 @pytest.mark.parametrize(

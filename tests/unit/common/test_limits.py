@@ -11,7 +11,7 @@ import pytest
 
 from ppdist.common import limits
 from ppdist.common.errors import DataError, UserError
-from ppdist.common.limits import as_limit, require_limits
+from ppdist.common.limits import convert_limit_error, require_limits
 from tests.errors import raises
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,16 +41,16 @@ def test_what_a_low_limit_explains_is_said_so(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, code: str
 ) -> None:
     limited(monkeypatch, 2 << 30)
-    found = as_limit(error)
+    found = convert_limit_error(error)
     assert isinstance(found, UserError) and found.code == code
     limited(monkeypatch, None)
-    assert (as_limit(error) is error) == (code == "memory_limit")
+    assert (convert_limit_error(error) is error) == (code == "memory_limit")
 
 
 def test_other_errors_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch, 2 << 30)
     for error in (ValueError("x"), DataError(f"{MANY.strerror}", code="any")):
-        assert as_limit(error) is error
+        assert convert_limit_error(error) is error
 
 
 def test_too_low_limits_are_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

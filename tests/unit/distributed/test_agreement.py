@@ -5,7 +5,11 @@ from ppdist.distributed.ranks import ranks_named
 
 
 def test_equal_ranks_are_grouped_by_their_first() -> None:
-    assert equal_ranks([["a", 1], ["b", 1], ["a", 1], None, ["b", 1]]) == [[0, 2], [1, 4], [3]]
+    assert equal_ranks([["a", 1], ["b", 1], ["a", 1], None, ["b", 1]]) == [
+        [0, 2],
+        [1, 4],
+        [3],
+    ]
     assert equal_ranks(["a"] * 3) == [[0, 1, 2]]
 
 

@@ -82,7 +82,7 @@ def test_time_in_collectives_is_not_a_ranks_own():
 
 def test_each_step_is_told_to_fleetrun(monkeypatch):
     told = []
-    monkeypatch.setattr(heartbeat, "made", lambda **words: told.append(words))
+    monkeypatch.setattr(heartbeat, "record_step", lambda **words: told.append(words))
     callback = HeartbeatCallback()
     for changes in ({}, {"finite": False}, {"finite": False, "searching": True}):
         watch = Stopwatch()

@@ -42,13 +42,14 @@ def test_closing_is_the_longest_of_what_was_seen() -> None:
     eta = ETA(100, lambda: now[0])
     eta.expect(10, 10, evaluation_images=40, images_per_step=4)
     for step in range(1, 6):
-        eta.stepped(step, 0.0)
+        eta.record_step(step, 0.0)
         now[0] += 2.0
-    assert eta.closing() == 2 * 2.0 + 5 * 0.5 * 10 * 2.0  # no evaluation seen: a guess, five times
+    # No evaluation seen: a guess, five times.
+    assert eta.closing_seconds() == 2 * 2.0 + 5 * 0.5 * 10 * 2.0
     for part, seconds in ((EVALUATION, 7.0), (EVALUATION, 5.0), (SAVING, 1.0)):
         with eta.spending(part, 5):
             now[0] += seconds
-    assert eta.closing() == 2 * 2.0 + 7.0 + 1.0
+    assert eta.closing_seconds() == 2 * 2.0 + 7.0 + 1.0
 
 
 def test_a_run_out_of_time_evaluates_saves_and_resumes(shapes, tmp_path, monkeypatch) -> None:

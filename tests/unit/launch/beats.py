@@ -33,10 +33,10 @@ def write_beat(
         seconds: of the last step.
         work: what stands behind it.
     """
-    packed = heartbeat.sealed(
+    packed = heartbeat.seal_block(
         heartbeat.BEAT, pid, heartbeat.PHASES.index(phase),
         bool(place) if inside is None else inside, step, collectives,
         time.monotonic_ns() - round(silent * 1e9), timeout, limit, place.encode(), steps, measured,
         seconds,
     )  # fmt: skip
-    heartbeat.file_of(folder, rank).write_bytes(packed + work)
+    heartbeat.heartbeat_path(folder, rank).write_bytes(packed + work)

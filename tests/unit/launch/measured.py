@@ -28,7 +28,7 @@ class Ranks:
     ) -> None:
         """A rank, of this very process, and its last sign of life."""
         worker.begin_report(self.attempt, rank, rank, os.getpid())
-        work = heartbeat.sealed(
+        work = heartbeat.seal_block(
             heartbeat.WORK, step, 80, 1, 8 * step, 2.0 * step, 1.5 * step, 0.5, 3.0 * step, 3.25
         )
         beat = {"inside": inside, "silent": silent, "work": work}
@@ -36,7 +36,7 @@ class Ranks:
 
     def tell_run(self, output_dir: Path) -> None:
         told = {"output_dir": str(output_dir), "world": 4}
-        heartbeat.run_of(self.attempt, 0).write_text(json.dumps(told))
+        heartbeat.run_path(self.attempt, 0).write_text(json.dumps(told))
 
     def read(self) -> dict[str, float]:
         """`name{label=value,...}` -> value, without the labels that all have."""

@@ -9,7 +9,7 @@ import pytest
 from ppdist.cli.doctor import launch_options, parse
 from ppdist.common.retry import unavailable
 from ppdist.launch import doctor
-from ppdist.launch.cli import started_by_stock_launcher, whose_fleetrun
+from ppdist.launch.cli import find_fleetrun, warn_of_stock_launcher
 from ppdist.launch.doctor import FAIL, OK, WARN
 from tests.unit.launch.machines import A, B, machine, planned
 
@@ -19,17 +19,17 @@ STOCK = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_RANK_IN_NODE": "0", "PADDLE_TRAINER
 
 def test_only_ranks_of_paddles_launcher_are_told() -> None:
     for other in ("ppdist launch", "python tools/launch.py"):
-        assert other in (started_by_stock_launcher(STOCK) or "")
-    assert started_by_stock_launcher(STOCK | {"PPDIST_LAUNCHER": "fleetrun"}) is None
-    assert started_by_stock_launcher({"PADDLE_TRAINERS_NUM": "2"}) is None  # started by hand
-    assert started_by_stock_launcher({}) is None
+        assert other in (warn_of_stock_launcher(STOCK) or "")
+    assert warn_of_stock_launcher(STOCK | {"PPDIST_LAUNCHER": "fleetrun"}) is None
+    assert warn_of_stock_launcher({"PADDLE_TRAINERS_NUM": "2"}) is None  # started by hand
+    assert warn_of_stock_launcher({}) is None
 
 
 def test_multi_host_notice_says_what_can_go_wrong() -> None:
     two = STOCK | {"PADDLE_TRAINER_ENDPOINTS": f"{A}:1,{B}:1"}
     one = STOCK | {"PADDLE_TRAINER_ENDPOINTS": f"{A}:1,{A}:2"}
-    assert "several hosts" in (started_by_stock_launcher(two) or "")
-    assert "several hosts" not in (started_by_stock_launcher(one) or "")
+    assert "several hosts" in (warn_of_stock_launcher(two) or "")
+    assert "several hosts" not in (warn_of_stock_launcher(one) or "")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_fleetrun_on_path_is_told_apart(
     script = tmp_path / "fleetrun"
     script.write_text(f"#!/usr/bin/python3\nfrom {module} import main\n")
     script.chmod(0o755)
-    assert whose_fleetrun(str(tmp_path)) == (owner, script)
+    assert find_fleetrun(str(tmp_path)) == (owner, script)
     finding = doctor.check_fleetrun(str(tmp_path))  # ours, but of another Python: a warning too
     assert finding.level == level and "python tools/launch.py" in finding.remedy
 

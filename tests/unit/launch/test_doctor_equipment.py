@@ -47,7 +47,7 @@ def test_driver_is_read_from_both_kernel_modules(root: Path) -> None:
 
 
 def test_hosts_are_compared_by_what_they_have(root: Path, tmp_path: Path) -> None:
-    found = doctor.facts(machine(cards=2), {"GLOO_SOCKET_IFNAME": "eth1"}, root)
+    found = doctor.collect_facts(machine(cards=2), {"GLOO_SOCKET_IFNAME": "eth1"}, root)
     found.pop("CUDA of Paddle", None)  # what is installed here
     assert found == {
         "cards": "2 x GPU",
@@ -56,7 +56,7 @@ def test_hosts_are_compared_by_what_they_have(root: Path, tmp_path: Path) -> Non
         "MTU": "9001",
         "speed": "25 Gb/s",
     }
-    assert doctor.facts(machine(), {}, tmp_path / "nowhere") == {"cores": "8"}
+    assert doctor.collect_facts(machine(), {}, tmp_path / "nowhere") == {"cores": "8"}
 
 
 def test_an_output_folder_is_named_with_its_file_system(

@@ -1,6 +1,6 @@
 """What is said of measured hosts."""
 
-from ppdist.launch.doctor import OK, WARN, judge_speed, table
+from ppdist.launch.doctor import OK, WARN, format_table, judge_speed
 
 SIZES = [
     {
@@ -30,4 +30,4 @@ def test_what_differs_between_hosts_is_a_warning() -> None:
 
 
 def test_table_has_a_line_for_each_size() -> None:
-    assert len(list(table(REPORT))) == 2 + len(SIZES)
+    assert len(list(format_table(REPORT))) == 2 + len(SIZES)

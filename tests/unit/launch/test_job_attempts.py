@@ -15,9 +15,9 @@ from ppdist.launch import cli, topology
 from ppdist.launch import job as front
 from ppdist.launch.connection import Connection
 from ppdist.launch.control_channel import ControlChannel
-from ppdist.launch.job import name_of_job
+from ppdist.launch.job import name_job
 from ppdist.launch.outcome import Outcome
-from ppdist.launch.signals import signals_noted
+from ppdist.launch.signals import collect_signals
 from ppdist.launch.topology import Machine
 from tests.errors import raises
 from tests.unit.launch.machines import machine
@@ -50,7 +50,7 @@ def attempts(*ends: Outcome | Exception, restarts: int = 5) -> tuple[int, int]:
         return end
 
     words = ["--max_restart", str(restarts), "t.py"]
-    with signals_noted() as received:
+    with collect_signals() as received:
         code = front.fleetrun(words, {}, lambda: machine(), run, received)
     return code, len(ends) - len(left)
 
@@ -105,8 +105,8 @@ def test_signal_to_one_host_in_pause_ends_all_hosts(stopped: int) -> None:
     codes: dict[int, int] = {}
 
     def pause(number: int) -> None:
-        assert not front.wait(60, lines[number], received[number])
-        outcome = front.stopped_before_begin(received[number])
+        assert not front.pause_attempt(60, lines[number], received[number])
+        outcome = front.report_early_stop(received[number])
         codes[number] = lines[number].finish(outcome, received[number]).code
 
     threads = [threading.Thread(target=pause, args=(number,), daemon=True) for number in (0, 1)]
@@ -126,11 +126,11 @@ def test_other_host_failure_in_pause_is_no_signal() -> None:
     other.receive()  # and proves what it must before
     line.watch([])
     other.receive()
-    assert front.wait(60, line, [])
+    assert front.pause_attempt(60, line, [])
 
 
 def test_a_token_of_any_bytes_works() -> None:
     token = os.fsdecode(b"\xff\xfe secret")
-    assert len(name_of_job(token, "nonce")) == 64
-    assert name_of_job(token, "nonce") == name_of_job(token, "nonce") != name_of_job("", "nonce")
-    assert name_of_job("") != name_of_job(""), "a host alone draws"
+    assert len(name_job(token, "nonce")) == 64
+    assert name_job(token, "nonce") == name_job(token, "nonce") != name_job("", "nonce")
+    assert name_job("") != name_job(""), "a host alone draws"

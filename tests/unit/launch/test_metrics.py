@@ -127,7 +127,7 @@ def test_what_cannot_be_read_is_left_out_and_said_once(
     if told is None:
         (ranks.attempt / "job.json").write_text("{")
     else:
-        heartbeat.run_of(ranks.attempt, 0).write_bytes(told.encode("latin-1"))
+        heartbeat.run_path(ranks.attempt, 0).write_bytes(told.encode("latin-1"))
     said: list[str] = []
     broken = Measures(ranks.folder, said.append)
     for _ in range(2):

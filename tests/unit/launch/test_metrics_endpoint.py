@@ -63,7 +63,7 @@ def asked(port: int) -> str:
 def endpoint(ranks: Ranks, port: int, capfd: pytest.CaptureFixture) -> Iterator[int]:
     ranks.say(0, "step", 20)
     ranks.say(1, "step", 20)
-    with metrics.exporting(ranks.folder, ("127.0.0.1", port)):
+    with metrics.export_metrics(ranks.folder, ("127.0.0.1", port)):
         asked(port)
         yield port
     assert capfd.readouterr().err == ""
@@ -96,14 +96,14 @@ def test_files_in_cwd_are_not_imported_as_modules(
     monkeypatch.chdir(tmp_path)
     for name in ("wsgiref", "prometheus_client", "ppdist", "json"):
         Path(f"{name}.py").write_text("open('ran', 'w')\nraise RuntimeError")
-    with metrics.exporting(ranks.folder, ("127.0.0.1", port)):
+    with metrics.export_metrics(ranks.folder, ("127.0.0.1", port)):
         assert "ppdist_host_ranks" in asked(port)
     assert not Path("ran").exists()
 
 
 def test_signals_for_the_whole_job_leave_it_answering(ranks: Ranks, port: int) -> None:
     ranks.say(0, "step", 20)
-    with metrics.exporting(ranks.folder, ("127.0.0.1", port)):
+    with metrics.export_metrics(ranks.folder, ("127.0.0.1", port)):
         asked(port)
         (child,) = children_that_export(ranks.folder)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -127,8 +127,9 @@ def children_that_export(folder: Path) -> list[int]:
 
 def test_it_ends_with_fleetrun_however_that_ends(tmp_path: Path, port: int) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom ppdist.launch.metrics import exporting\n"
-        "with exporting(Path(sys.argv[1]), ('127.0.0.1', int(sys.argv[2]))): time.sleep(1000)"
+        "import sys, time\nfrom pathlib import Path\n"
+        "from ppdist.launch.metrics import export_metrics\n"
+        "with export_metrics(Path(sys.argv[1]), ('127.0.0.1', int(sys.argv[2]))): time.sleep(1000)"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path), str(port)],
@@ -209,7 +210,7 @@ def test_it_lives_over_a_restart_and_counts_it(
         "heartbeat.begin(60.0, None)\nheartbeat.tell_run(Path('output/demo'))\nheartbeat.plan(9)\n"
         "again = os.environ.get('PPDIST_RESTART')\n"
         "heartbeat.beat('step', 4)\n"
-        f"heartbeat.made(loss=1.5, images=16, bad=False, **{SECONDS})\n"
+        f"heartbeat.record_step(loss=1.5, images=16, bad=False, **{SECONDS})\n"
         "name = 'second' if again else 'first'\n"
         "while not Path(f'go-{name}').exists(): time.sleep(0.05)\n"
         "heartbeat.beat('end', 5)\n"

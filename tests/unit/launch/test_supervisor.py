@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.launch import paddle_launcher, worker
-from ppdist.launch.worker import started_by
+from ppdist.launch.worker import find_processes
 from tests.ports import free_port
 from tests.unit.launch.hosts import FLEETRUN, ROOT, Host, hosts_of_a_test, wait_for, write
 
@@ -341,7 +341,7 @@ def test_rank_processes_found_by_their_environment(tmp_path: Path) -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=os.environ | variables, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None and process.stdout.readline()
-        assert started_by(tmp_path) == started_by(tmp_path, 3) == [process.pid]
-        assert started_by(tmp_path, 1) == started_by(tmp_path / "x") == []
+        assert find_processes(tmp_path) == find_processes(tmp_path, 3) == [process.pid]
+        assert find_processes(tmp_path, 1) == find_processes(tmp_path / "x") == []
         process.communicate(b"\n")
-    assert started_by(tmp_path) == []
+    assert find_processes(tmp_path) == []

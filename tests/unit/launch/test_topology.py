@@ -7,10 +7,10 @@ import pytest
 from ppdist.launch import network
 from ppdist.launch.cards import (
     Card,
-    cards_of_runs,
     deal_out,
     expand_ids,
     parse_nvidia_smi,
+    split_cards,
     visible_labels,
 )
 from ppdist.launch.options import parse_options
@@ -343,13 +343,13 @@ def test_ranges_ignore_spaces_and_quotes() -> None:
 
 
 def test_runs_side_by_side_have_cards_of_their_own() -> None:
-    assert cards_of_runs("0,1|2-3") == [["0", "1"], ["2", "3"]]
+    assert split_cards("0,1|2-3") == [["0", "1"], ["2", "3"]]
     assert deal_out(["4", "6", "7"], 3, 1) == [["4"], ["6"], ["7"]]
     assert deal_out(["0", "1", "2", "3", "4"], 2, 2) == [["0", "1"], ["2", "3"]]
     with raises("cards_uneven", "'0-1|2'"):
-        cards_of_runs("0-1|2")
+        split_cards("0-1|2")
     with raises("cards_repeated", "card 1 "):
-        cards_of_runs("0-1|1,2")
+        split_cards("0-1|1,2")
     with raises("cards_too_few"):
         deal_out(["0", "1", "2"], 2, 2)
 

@@ -10,7 +10,7 @@ from ppdist.launch import network
 from ppdist.launch.console import finish
 from ppdist.launch.control_channel import ControlChannel
 from ppdist.launch.job import fleetrun
-from ppdist.launch.network import Network, once_known, own_address, resolve_hosts
+from ppdist.launch.network import Network, find_own_address, resolve_hosts, retry_until_known
 from ppdist.launch.options import Options
 from ppdist.launch.outcome import Outcome
 from ppdist.launch.topology import LaunchPlan, Machine
@@ -43,9 +43,9 @@ def waited(ips: str, own: str | None, network: Network, seconds: float = 5.0) ->
     def look() -> None:
         addresses = resolve_hosts(ips, network)
         if own is not None:
-            own_address(addresses, own, network)
+            find_own_address(addresses, own, network)
 
-    once_known(look, ips, network, seconds, said.append, [])
+    retry_until_known(look, ips, network, seconds, said.append, [])
     return said
 
 

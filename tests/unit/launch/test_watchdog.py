@@ -48,7 +48,7 @@ class Ranks:
             "print(1, flush=True)\nwhile True: signal.pause()"
         )
         for rank in ranks:
-            stacks = os.open(heartbeat.stacks_of(self.folder, rank), os.O_CREAT | os.O_APPEND | 1)
+            stacks = os.open(heartbeat.stacks_path(self.folder, rank), os.O_CREAT | os.O_APPEND | 1)
             self.processes[rank] = subprocess.Popen(
                 [sys.executable, "-c", f"import os; os.dup2({stacks}, 3)\n{code}"],
                 stdout=subprocess.PIPE,
@@ -337,7 +337,7 @@ def test_requested_stacks_are_put_beside_logs(host) -> None:
     ranks = host(2)
     ranks.train(1, 1.0)
     ranks.processes[1].send_signal(heartbeat.STACKS_SIGNAL)
-    wait_for(lambda: heartbeat.stacks_of(ranks.folder, 1).stat().st_size > 0, 20)
+    wait_for(lambda: heartbeat.stacks_path(ranks.folder, 1).stat().st_size > 0, 20)
     ranks.wait(2)
     assert "File sleeping.py" in (ranks.folder / "log/stacks.1").read_text()
     assert ranks.found == "" and len(ranks.said) == 1 and "stacks.1" in ranks.said[0]
@@ -371,7 +371,10 @@ run(main)
     [
         ("os.kill(os.getpid(), signal.SIGSTOP)", "stopped (SIGSTOP), in its own work"),
         ("while True: ctypes.PyDLL(None).sleep(100)", "in its own work"),
-        ("heartbeat.at('waiting for its images'); time.sleep(1000)", "waiting for its images"),
+        (
+            "heartbeat.name_place('waiting for its images'); time.sleep(1000)",
+            "waiting for its images",
+        ),
     ],
 )
 def test_a_rank_that_hangs_under_fleetrun_is_named(

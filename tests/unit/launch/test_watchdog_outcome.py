@@ -151,14 +151,14 @@ def test_last_words_that_were_cut_off_are_printed_again(tmp_path: Path) -> None:
 
 def test_the_end_of_a_rank_needs_no_room_on_the_disk(tmp_path: Path, monkeypatch) -> None:
     worker.begin_report(tmp_path, 3, 1, 4711)
-    (begun,) = worker.reports(tmp_path)
+    (begun,) = worker.read_reports(tmp_path)
     assert (begun.rank, begun.local, begun.child, begun.code) == (3, 1, 4711, None)
     path = tmp_path / "exit-3.json"
     before, node = path.stat().st_size, path.stat().st_ino
     monkeypatch.setattr(Path, "write_bytes", None)  # nothing is made anew
     worker.end_report(tmp_path, 3, 1, -signal.SIGKILL)
     assert (path.stat().st_size, path.stat().st_ino) == (before, node)
-    assert worker.reports(tmp_path)[0].code == -9
+    assert worker.read_reports(tmp_path)[0].code == -9
 
 
 def test_an_end_that_is_just_being_written_is_none_yet(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_an_end_that_is_just_being_written_is_none_yet(tmp_path: Path) -> None:
     begun = path.read_bytes()
     worker.end_report(tmp_path, 0, 0, 0)
     path.write_bytes(path.read_bytes()[: len(begun) // 2 + 20].ljust(len(begun)))
-    assert worker.reports(tmp_path)[0].code is None
+    assert worker.read_reports(tmp_path)[0].code is None
 
 
 def test_other_hosts_get_what_only_this_terminal_shows(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ppdist.launch.worker import reports
+from ppdist.launch.worker import read_reports
 
 # A launcher signals the group of a worker in the moment in which that starts its script.
 SIGNALLED_AMID_THE_START = """
@@ -35,5 +35,5 @@ def test_a_signal_amid_the_start_reaches_the_script(tmp_path: Path) -> None:
         timeout=40,
     )
     assert (ended.returncode, ended.stderr) == (143, b"")
-    (report,) = reports(tmp_path)
+    (report,) = read_reports(tmp_path)
     assert report.code == -15 and report.seconds is not None
