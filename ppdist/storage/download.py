@@ -1,11 +1,11 @@
-"""Resumable, checked download of a file; whole or not at all.
+"""Resumable, checked and atomic download of a file.
 
-    FILE.part, FILE.part.json   what has arrived, and of which address and version it is
+    FILE.part, FILE.part.json   the bytes so far, and the address and version they are of
     FILE.lock                   one process of a host downloads, the others wait for it
     FILE                        appears by a rename, when all bytes are there and the checksum holds
 
 http takes only the standard library: docs/dev/libraries.md says what packages for this lack.
-Proxies are those of the environment.  A file of another store is read in parts (`_OfStore`).
+Proxies are those of the environment.  A file of another store is read in parts (`_StoreResponse`).
 """
 
 import hashlib
@@ -40,18 +40,17 @@ _LOGGER = logging.getLogger("ppdist.data")
 
 _BLOCK_BYTES = 1 << 18
 _PART_BYTES = 4 << 20  # of one request to a store
-_MOST_ATTEMPTS = 1 << 12  # however little each brings
+_MAX_ATTEMPTS = 1 << 12  # each may bring only a few bytes
 _REPORT_SECONDS = 5.0
-_MOST_NOTE = 1 << 16  # bytes of FILE.part.json
-# Without any byte that count as a cut: a silent server gets several tries in the half minute of
-# `with_retries`.
+_MAX_RECORD_BYTES = 1 << 16  # bytes of FILE.part.json
+# Short, so that a silent server gets several attempts in the half minute of `with_retries`.
 _TIMEOUT_SECONDS = 10.0
-# That the server is busy, being restarted, or lost another one it asks; the rest is final.
+# Statuses of a server that is busy, restarting, or cannot reach its own; the others are final.
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 _KEEP_PROXIES = "_original"  # fleetrun renames http_proxy for its ranks, as Paddle's launcher does
 
 
-def _quiet(_: str) -> None:
+def _ignore(_: str) -> None:
     pass
 
 
@@ -61,48 +60,49 @@ def download(
     *,
     sha256: str | None = None,
     fix: str = "",
-    say: Callable[[str], None] = _quiet,
+    say: Callable[[str], None] = _ignore,
     timeout: float = _TIMEOUT_SECONDS,
 ) -> str:
     """Downloads a file atomically, unless it is already there.
 
-    It waits until no other process of this host downloads it.  A cut, a silent server, and answers
-    such as 503 are retried, from where it stopped if the server can; a later call resumes, too.
+    Waits until no other process of this host downloads it.  Retries after a cut, a silent server
+    and responses such as 503, from where it stopped if the server supports that; so does a later
+    call.
 
     Args:
         url: http or https.
-        file: its place; the folder is made.
+        file: destination; its folder is made.
         sha256: hexadecimal; None: none is published, and only the number of bytes is checked.
         fix: what else the user can do, for messages.
         say: gets a line every few seconds.
-        timeout: seconds without any byte that count as a cut.
+        timeout: seconds without any byte after which the connection counts as cut.
     Returns: the SHA-256 of the file, hexadecimal.
-    Raises: UserError: refused, unreachable, of another content, or no room.
+    Raises: UserError: refused, unreachable, checksum mismatch, or disk full.
     """
     make_folder(file.parent)
-    with _alone(file, say) as part:
+    with _locked_part(file, say) as part:
         if file.exists():  # another process was faster
             return sha256_of(file)
         try:
-            resumed = _arrive(url, part, fix, say, timeout)
-            found = sha256_of(part)
-            if sha256 and found != sha256 and resumed:  # perhaps halves of two versions
-                _drop(part)
-                _arrive(url, part, fix, say, timeout)
-                found = sha256_of(part)
+            resumed = _download_part(url, part, fix, say, timeout)
+            digest = sha256_of(part)
+            if sha256 and digest != sha256 and resumed:  # perhaps halves of two versions
+                _delete_part(part)
+                _download_part(url, part, fix, say, timeout)
+                digest = sha256_of(part)
         except StorageError as error:
-            arrived = _size(part)
-            kept = f"; {arrived} bytes are kept for the next start" if arrived else ""
+            arrived = _part_size(part)
+            hint = f"; {arrived} bytes are kept for the next start" if arrived else ""
             raise UserError(
-                f"cannot be downloaded: {error.what}{kept}",
+                f"cannot be downloaded: {error.what}{hint}",
                 code="download_failed",
                 where=url,
                 fix=fix,
             ) from error
-        if sha256 and found != sha256:
-            _drop(part)
+        if sha256 and digest != sha256:
+            _delete_part(part)
             raise UserError(
-                f"SHA-256 is {found}, expected {sha256}: the file was changed or damaged in "
+                f"SHA-256 is {digest}, expected {sha256}: the file was changed or damaged in "
                 "transit, and was deleted",
                 code="download_damaged",
                 where=url,
@@ -110,12 +110,12 @@ def download(
             )
         with writing(file):
             part.replace(file)
-        _drop(part)
-    return found
+        _delete_part(part)
+    return digest
 
 
 def local_copy(path: Path) -> Path:
-    """A file itself, or the local copy of one in a store, downloaded once per host.
+    """Returns a local file as it is, or downloads a file of a store, once per host.
 
     Other processes and later runs reuse it.
 
@@ -125,29 +125,32 @@ def local_copy(path: Path) -> Path:
         return path
     url = addresses.absolute(path)
     try:
-        found = stores.identity_of(url)
+        identity = stores.identity_of(url)
     except OSError as error:
-        raise _unreadable(error, url) from error
+        raise _unreadable_error(error, url) from error
+    # A folder for each address: files of two buckets may have the same name.
     name = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
-    file = stores.folder_of_copies() / name / url.rpartition("/")[2]
+    file = stores.copies_folder() / name / url.rpartition("/")[2]
     version = file.with_name("version.json")
-    wanted = json.dumps([url, found.bytes, stores.mark_of_run(found).decode(errors="replace")])
+    expected = json.dumps(
+        [url, identity.bytes, stores.cache_mark(identity).decode(errors="replace")]
+    )
     make_folder(file.parent)
-    with _alone(file, _LOGGER.info) as part:
+    with _locked_part(file, _LOGGER.info) as part:
         try:
-            current = read_file(version, _MOST_NOTE).decode() == wanted and file.is_file()
+            current = read_file(version, _MAX_RECORD_BYTES).decode() == expected and file.is_file()
         except (OSError, UnicodeDecodeError):
             current = False
         if not current:
-            _arrive(url, part, _check_address(url), _LOGGER.info, _TIMEOUT_SECONDS)
+            _download_part(url, part, _check_address(url), _LOGGER.info, _TIMEOUT_SECONDS)
             with writing(file):
                 part.replace(file)
-                replace_file(version, wanted.encode())
-            _drop(part)
+                replace_file(version, expected.encode())
+            _delete_part(part)
     return file
 
 
-def _unreadable(error: OSError, url: str) -> UserError:
+def _unreadable_error(error: OSError, url: str) -> UserError:
     fix = _check_address(url)
     if isinstance(error, PermissionError):
         fix = (
@@ -157,12 +160,12 @@ def _unreadable(error: OSError, url: str) -> UserError:
         )
     if isinstance(error, FileNotFoundError):
         fix = "check data.root and the names of the files"
-    why = error.strerror or str(error)
-    return UserError(why, code="store_file_unreadable", where=url, fix=fix)
+    reason = error.strerror or str(error)
+    return UserError(reason, code="store_file_unreadable", where=url, fix=fix)
 
 
 def sha256_of(file: Path) -> str:
-    """The SHA-256 of a file's content, hexadecimal.  Raises: OSError."""
+    """Returns the SHA-256 of a file's content, hexadecimal.  Raises: OSError."""
     content = hashlib.sha256()
     with open_file(file) as opened:
         while block := opened.read(_BLOCK_BYTES):
@@ -171,21 +174,21 @@ def sha256_of(file: Path) -> str:
 
 
 @contextmanager
-def _alone(file: Path, say: Callable[[str], None]) -> Iterator[Path]:
-    """Waits until no other process of this host downloads the file.
+def _locked_part(file: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """Locks a file against downloads by other processes of this host.
 
-    Yields: the place to write to.
+    Yields: the path to write to.
     """
     lock, begin = FileLock(file.with_name(file.name + ".lock")), time.monotonic()
-    told: float | None = None
+    reported: float | None = None
     try:
         with writing(lock.path):
             lock.open()
         try:
             while not lock.try_acquire():
                 now = time.monotonic()
-                if told is None or now - told >= _REPORT_SECONDS:
-                    told = now
+                if reported is None or now - reported >= _REPORT_SECONDS:
+                    reported = now
                     waited = f"({now - begin:.0f} s)"
                     say(f"waiting for another process that downloads {file.name} {waited}")
                 time.sleep(0.1)
@@ -197,64 +200,69 @@ def _alone(file: Path, say: Callable[[str], None]) -> Iterator[Path]:
         lock.close()
 
 
-def _arrive(url: str, part: Path, fix: str, say: Callable[[str], None], timeout: float) -> bool:
+def _download_part(
+    url: str, part: Path, fix: str, say: Callable[[str], None], timeout: float
+) -> bool:
     """Downloads all bytes of the file into `part`.
 
-    An attempt that ends early is followed by another; one that brought no byte, after a pause.
+    Repeats a request that ended early at once, and one that brought no byte after a pause.
 
-    Returns: whether some were there before.
+    Returns: True if it continued an earlier download.
     Raises: StorageError: the server stays unreachable.  UserError: it refuses.
     """
     resumed = False
-    for _ in range(_MOST_ATTEMPTS):
+    for _ in range(_MAX_ATTEMPTS):
 
         def attempt() -> tuple[bool, str]:
             nonlocal resumed
-            before = _size(part)
-            goes_on, why = _attempt(url, part, fix, say, timeout)
-            resumed = resumed or goes_on
-            if why and _size(part) <= before:
-                raise unavailable(why, url, "reach the server again")
-            return goes_on, why
+            before = _part_size(part)
+            continued, reason = _request_rest(url, part, fix, say, timeout)
+            resumed = resumed or continued
+            if reason and _part_size(part) <= before:
+                raise unavailable(reason, url, "reach the server again")
+            return continued, reason
 
-        _, why = with_retries(attempt)
-        if not why:
+        _, reason = with_retries(attempt)
+        if not reason:
             return resumed
-        say(f"{url}: {why}; retrying")
-    raise unavailable(f"cut off {_MOST_ATTEMPTS} times", url, "reach the server again")
+        say(f"{url}: {reason}; retrying")
+    raise unavailable(f"cut off {_MAX_ATTEMPTS} times", url, "reach the server again")
 
 
-def _attempt(
+def _request_rest(
     url: str, part: Path, fix: str, say: Callable[[str], None], timeout: float
 ) -> tuple[bool, str]:
-    """Makes one request.
+    """Requests the bytes that are missing and appends them to `part`.
 
-    Returns: whether it resumed an earlier one; why it ended before the file did, "": it did not.
+    Returns: (resumed, reason): True if it continued an earlier download; why it ended before the
+    end of the file, "" if it did not.
     Raises: UserError: refused.
     """
-    headers, at = {"Accept-Encoding": "identity", "User-Agent": "ppdist"}, 0
+    headers, offset = {"Accept-Encoding": "identity", "User-Agent": "ppdist"}, 0
     if version := _version_of(part, url):
-        at = _size(part)
-        headers |= {"Range": f"bytes={at}-", "If-Range": version}
+        offset = _part_size(part)
+        headers |= {"Range": f"bytes={offset}-", "If-Range": version}
     try:
-        with _opened(url, headers, timeout) as answer:
-            goes_on = answer.status == http.client.PARTIAL_CONTENT
-            if goes_on and not answer.headers.get("Content-Range", "").startswith(f"bytes {at}-"):
-                _drop(part)
+        with _open_url(url, headers, timeout) as response:
+            resumed = response.status == http.client.PARTIAL_CONTENT
+            if resumed and not response.headers.get("Content-Range", "").startswith(
+                f"bytes {offset}-"
+            ):
+                _delete_part(part)
                 return False, "the server sent another part than requested"
-            at = at if goes_on else 0
-            total = at + _length_of(answer, url, fix)
-            _require_room(part, total - at, url)
-            if not goes_on:
-                _note(part, url, answer.headers)
-            arrived = _copy(answer, part, at, total, say)
+            offset = offset if resumed else 0
+            total = offset + _length_of(response, url, fix)
+            _require_room(part, total - offset, url)
+            if not resumed:
+                _write_record(part, url, response.headers)
+            arrived = _copy(response, part, offset, total, say)
     except urllib.error.HTTPError as error:
         with error:
-            gone = error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and at
-            if gone and error.headers.get("Content-Range") == f"bytes */{at}":
+            beyond_end = error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and offset
+            if beyond_end and error.headers.get("Content-Range") == f"bytes */{offset}":
                 return True, ""  # all bytes are there already
-            if gone:
-                _drop(part)
+            if beyond_end:
+                _delete_part(part)
                 return False, "the file there has become a shorter one"
             if error.code in _PASSING:
                 return False, f"HTTP {error.code} {error.reason}"
@@ -267,15 +275,15 @@ def _attempt(
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         silent = isinstance(cause, TimeoutError)
         return False, "the server is silent" if silent else f"{cause}" or type(cause).__name__
-    return goes_on, "" if arrived == total else f"cut off after {arrived} of {total} bytes"
+    return resumed, "" if arrived == total else f"cut off after {arrived} of {total} bytes"
 
 
-def _length_of(answer: Any, url: str, fix: str) -> int:
-    """Number of bytes in the response.
+def _length_of(response: Any, url: str, fix: str) -> int:
+    """Returns the number of bytes in the response.
 
     Raises: UserError: it is not a file, or its length is unknown.
     """
-    if "text/html" in (answer.headers.get("Content-Type") or ""):
+    if "text/html" in (response.headers.get("Content-Type") or ""):
         raise UserError(
             "the server sent a web page instead of the file: a login page of the network, or the "
             "address has changed",
@@ -283,7 +291,7 @@ def _length_of(answer: Any, url: str, fix: str) -> int:
             where=url,
             fix=fix,
         )
-    length = answer.headers.get("Content-Length")
+    length = response.headers.get("Content-Length")
     if length is None or not length.isdigit():
         raise UserError(
             "the server does not say how long the file is, so a cut could not be noticed",
@@ -294,60 +302,62 @@ def _length_of(answer: Any, url: str, fix: str) -> int:
     return int(length)
 
 
-def _copy(answer: Any, part: Path, at: int, total: int, say: Callable[[str], None]) -> int:
-    """Writes the response after the first `at` bytes.
+def _copy(response: Any, part: Path, offset: int, total: int, say: Callable[[str], None]) -> int:
+    """Appends the response to the first `offset` bytes of `part`.
 
-    Returns: bytes that are there then.
+    Returns: the number of bytes in `part`.
     """
-    began, first, told = time.monotonic(), at, time.monotonic()
+    begin, first, reported = time.monotonic(), offset, time.monotonic()
     with writing(part):
-        written = open_own(part, "ab" if at else "wb", buffering=0)  # a full disk is noticed here
-    with written:
-        while block := answer.read1(_BLOCK_BYTES):
-            left = memoryview(block)
-            while left:
+        # Unbuffered, so that a full disk is noticed here.
+        output = open_own(part, "ab" if offset else "wb", buffering=0)
+    with output:
+        while block := response.read1(_BLOCK_BYTES):
+            unwritten = memoryview(block)
+            while unwritten:
                 with writing(part):
-                    left = left[written.write(left) :]
-            at += len(block)
+                    unwritten = unwritten[output.write(unwritten) :]
+            offset += len(block)
             now = time.monotonic()
-            if now - told > _REPORT_SECONDS:
-                told, rate = now, (at - first) / 1e6 / (now - began)
-                say(f"{part.stem}: {at / 1e6:.1f} of {total / 1e6:.1f} MB, {rate:.1f} MB/s")
+            if now - reported > _REPORT_SECONDS:
+                reported, rate = now, (offset - first) / 1e6 / (now - begin)
+                say(f"{part.stem}: {offset / 1e6:.1f} of {total / 1e6:.1f} MB, {rate:.1f} MB/s")
         with writing(part):
-            os.fsync(written.fileno())
-    return at
+            os.fsync(output.fileno())
+    return offset
 
 
-def _opened(url: str, headers: Mapping[str, str], timeout: float) -> Any:
-    """The answer to a request for a file, a context manager."""
+def _open_url(url: str, headers: Mapping[str, str], timeout: float) -> Any:
+    """Sends a request for a file; returns the response, a context manager."""
     if addresses.is_remote(url) and not url.startswith("http"):
-        return nullcontext(_OfStore(url, headers))
+        return nullcontext(_StoreResponse(url, headers))
     if not url.startswith(("http://", "https://")):
         raise UserError("expected http:// or https://", code="server_refused", where=url)
     proxies = urllib.request.getproxies()
     for scheme in ("http", "https"):
-        kept = os.environ.get(f"{scheme}_proxy{_KEEP_PROXIES}")
-        if kept:
-            proxies.setdefault(scheme, kept)
+        # A rank sees no http_proxy, yet its downloads have to go through it.
+        proxy = os.environ.get(f"{scheme}_proxy{_KEEP_PROXIES}")
+        if proxy:
+            proxies.setdefault(scheme, proxy)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
     return opener.open(urllib.request.Request(url, headers=dict(headers)), timeout=timeout)
 
 
-class _OfStore:
-    """A file of a store as http would answer for it."""
+class _StoreResponse:
+    """A file of a store with the interface of an HTTP response."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         try:
-            found = stores.identity_of(url)
+            identity = stores.identity_of(url)
         except OSError as error:
-            raise _unreadable(error, url) from error
-        self._url, self._at, self._end = url, 0, found.bytes
-        goes_on = found.mark and headers.get("If-Range") == found.mark
-        if goes_on:
+            raise _unreadable_error(error, url) from error
+        self._url, self._at, self._end = url, 0, identity.bytes
+        resumes = identity.mark and headers.get("If-Range") == identity.mark
+        if resumes:
             self._at = int(headers["Range"].removeprefix("bytes=").rstrip("-"))
-        self.status = http.client.PARTIAL_CONTENT if goes_on else http.client.OK
+        self.status = http.client.PARTIAL_CONTENT if resumes else http.client.OK
         self.headers = {
-            "ETag": found.mark,
+            "ETag": identity.mark,
             "Content-Length": f"{self._end - self._at}",
             "Content-Range": f"bytes {self._at}-",
         }
@@ -356,14 +366,14 @@ class _OfStore:
         length = min(_PART_BYTES, self._end - self._at)
         if length <= 0:
             return b""
-        content = stores.fetch(self._url, self._at, length, kept=False)
+        content = stores.fetch(self._url, self._at, length, use_cache=False)
         self._at += length
         return content
 
 
 def _check_address(url: str) -> str:
-    other = " (AWS_ENDPOINT_URL for a store other than Amazon's)" if url.startswith("s3") else ""
-    return f"check the network and the address{other}"
+    endpoint = " (AWS_ENDPOINT_URL for a store other than Amazon's)" if url.startswith("s3") else ""
+    return f"check the network and the address{endpoint}"
 
 
 def _require_room(part: Path, missing: int, url: str) -> None:
@@ -380,35 +390,35 @@ def _require_room(part: Path, missing: int, url: str) -> None:
 # --- records of partial downloads -----------------------------------------------------------------
 
 
-def _size(part: Path) -> int:
+def _part_size(part: Path) -> int:
     with suppress(OSError):
         return part.stat().st_size
     return 0
 
 
-def _note(part: Path, url: str, headers: Any) -> None:
+def _write_record(part: Path, url: str, headers: Any) -> None:
     """Records the version of the partial file, if the server names one."""
-    note = {"url": url, "version": stores.mark_in(headers, strong=True)}
+    record = {"url": url, "version": stores.find_mark(headers, strong=True)}
     with writing(part):
-        replace_file(_note_of(part), json.dumps(note).encode())
+        replace_file(_record_path(part), json.dumps(record).encode())
 
 
 def _version_of(part: Path, url: str) -> str:
-    """Version of the partial file, for If-Range; "" without a resumable one."""
-    if not _size(part):
+    """Returns the recorded version of the partial file, for If-Range; "": it cannot be resumed."""
+    if not _part_size(part):
         return ""
     try:
-        note = json.loads(read_file(_note_of(part), _MOST_NOTE))
-        return str(note["version"]) if note["url"] == url else ""
+        record = json.loads(read_file(_record_path(part), _MAX_RECORD_BYTES))
+        return str(record["version"]) if record["url"] == url else ""
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 
-def _note_of(part: Path) -> Path:
+def _record_path(part: Path) -> Path:
     return part.with_name(part.name + ".json")
 
 
-def _drop(part: Path) -> None:
-    for path in (part, _note_of(part)):
+def _delete_part(part: Path) -> None:
+    for path in (part, _record_path(part)):
         with suppress(OSError):
             path.unlink(missing_ok=True)

@@ -19,23 +19,26 @@ from ppdist.storage.shards import find_member, forget_index, index_of, open_memb
 
 
 class StorageOpener(Opener):
-    """Opens what is in shards and stores, and the rest as the opener of disks that it wraps."""
+    """An opener for shards and stores; files of a disk go to the disk opener that it extends."""
 
     def open(self, path: str | Path) -> BinaryIO:
-        """As `Opener.open`.  Raises: StorageError, too."""
+        """Opens a file of a disk, shard or store for reading.  Raises: OSError, StorageError."""
         text, place = _locate(path)
         if place is not None:
             return open_member(place)
         if not is_remote(text):
             return super().open(text)
-        known = stores.listed_identity(text)
-        if known is None or not known.bytes:
+        identity = stores.listed_identity(text)
+        if identity is None or not identity.bytes:
             return io.BytesIO(stores.fetch(text))
         # A range request, which needs no size beforehand.
-        return io.BytesIO(stores.fetch(text, 0, known.bytes))
+        return io.BytesIO(stores.fetch(text, 0, identity.bytes))
 
     def read(self, path: str | Path, most_bytes: int) -> bytes:
-        """As `Opener.read`.  Raises: StorageError, too."""
+        """Reads all bytes of a file.
+
+        Raises: OSError: also if it has more than `most_bytes`.  StorageError.
+        """
         text, place = _locate(path)
         if not is_remote(text):
             if place is None:
@@ -48,7 +51,7 @@ class StorageOpener(Opener):
         return content
 
     def can_be_read(self, path: str | Path) -> bool:
-        """As `Opener.can_be_read`; of an image in a shard, whether its shard can."""
+        """Returns True if a file, a folder or the shard of an image can be read now."""
         text, place = _locate(path)
         if place is not None:
             text = os.path.join(place.folder, place.shard)
@@ -63,13 +66,18 @@ class StorageOpener(Opener):
         return True
 
     def identity_of(self, path: str) -> Identity:
-        """As `Opener.identity_of`.  A server that cannot list is not asked."""
+        """Returns the content identity of a file.
+
+        Of a server that cannot list folders it is unknown (size 0, no mark); no request is sent.
+        """
         text, place = _locate(path)
         remote = is_remote(text)
         if place is not None:
             shard, member = os.path.join(place.folder, place.shard), find_member(place)
-            whole = stores.known_identity(shard) if remote else of_stat(os.stat(shard))
-            mark = f"{whole.mark} {member.mark} {member.offset}" if whole.mark else ""
+            # The shard's own mark, too: an index may stay the same when a shard is replaced.
+            shard_identity = stores.cached_identity(shard) if remote else of_stat(os.stat(shard))
+            marks = f"{shard_identity.mark} {member.mark} {member.offset}"
+            mark = marks if shard_identity.mark else ""
             return Identity(member.size, mark)
         if not remote:
             return super().identity_of(text)
@@ -92,23 +100,24 @@ def _locate(path: str | os.PathLike[str]) -> tuple[str, Place | None]:
 STORAGE = StorageOpener()
 
 
-def look_anew(folders: Collection[str]) -> None:
-    """What was listed of these folders before may have changed since."""
-    stores.look_anew(folders)
+def forget_listings(folders: Collection[str]) -> None:
+    """Forgets the listings and shard indexes of these folders, so that they are read again."""
+    stores.forget_listings(folders)
     for folder in folders:
         forget_index(os.path.dirname(folder))
 
 
-def absent_of(folder: str, names: Collection[str]) -> list[str] | None:
-    """Missing images of a store or shard; None: the store cannot list.
+def list_absent(folder: str, names: Collection[str]) -> list[str] | None:
+    """Lists the missing images of a store or shard.
 
-    Raises: OSError: they cannot be listed.
+    Returns: None: the store cannot list its folders.
+    Raises: OSError: the folder or the index of its shards cannot be read.
     """
-    through = place_in_shard(f"{folder}/{next(iter(names))}")
-    if through is not None:
-        index, inner = index_of(through.folder), os.path.dirname(through.name)
+    place = place_in_shard(f"{folder}/{next(iter(names))}")
+    if place is not None:
+        index, inner = index_of(place.folder), os.path.dirname(place.name)
         return [
-            name for name in names if index.find(through.shard, os.path.join(inner, name)) is None
+            name for name in names if index.find(place.shard, os.path.join(inner, name)) is None
         ]
     try:
         listed = stores.list_folder(folder)

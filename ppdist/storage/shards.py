@@ -29,7 +29,7 @@ from ppdist.storage.download import local_copy
 
 INDEX_FILE = "index.csv"
 _COLUMNS = ["name", "shard", "offset", "size"]
-_MOST_INDEX = 1 << 32
+_MAX_INDEX_BYTES = 1 << 32
 _HEADER_BYTES = tarfile.BLOCKSIZE
 
 
@@ -45,47 +45,52 @@ class Member(NamedTuple):
 
 
 class ShardIndex:
-    """Where each image of a folder of shards lies.
+    """An index of the shards in a folder: the offset and size of every image.
 
     Flat arrays sorted by a digest of `SHARD/NAME`: 24 bytes an image, shared by forked workers.
     """
 
     def __init__(self, content: bytes, where: str) -> None:
-        """Args: content: of index.csv.  Raises: OSError: it is none."""
+        """Parses an index.
+
+        Args: content: of index.csv; where: its path, for messages.
+        Raises: OSError: it is not an index, lists an image twice, or has a negative number.
+        """
         try:
             rows = csv.reader(io.StringIO(content.decode("utf-8")))
             if next(rows, None) != _COLUMNS:
                 raise ValueError
-            marks, spans = [], []
+            digests, spans = [], []
             for name, shard, offset, size in rows:
-                marks.append(_digest(f"{shard}/{name}"))
+                digests.append(_digest(f"{shard}/{name}"))
                 spans.append((int(offset), int(size)))
-            mark_N = np.array(marks, np.uint64)
+            digest_N = np.array(digests, np.uint64)
             span_N2 = np.array(spans, np.int64).reshape(-1, 2)
-            if (span_N2 < 0).any() or len(np.unique(mark_N)) < len(mark_N):
+            if (span_N2 < 0).any() or len(np.unique(digest_N)) < len(digest_N):
                 raise ValueError
         except (ValueError, OverflowError, csv.Error) as error:
             raise OSError(
                 errno.EINVAL, f"no index of shards: expected lines {','.join(_COLUMNS)}", where
             ) from error
-        order_N = np.argsort(mark_N)
-        self._mark_N, self._span_N2 = mark_N[order_N], span_N2[order_N]
+        order_N = np.argsort(digest_N)
+        self._digest_N, self._span_N2 = digest_N[order_N], span_N2[order_N]
         self.mark = hashlib.blake2b(content, digest_size=8).hexdigest()
 
     def __len__(self) -> int:
-        return len(self._mark_N)
+        return len(self._digest_N)
 
     def find(self, shard: str, name: str) -> Member | None:
-        """An image of a shard; None: the index does not list it."""
-        mark = np.uint64(_digest(f"{shard}/{name}"))
-        at = int(np.searchsorted(self._mark_N, mark))
-        if at == len(self._mark_N) or self._mark_N[at] != mark:
+        """Finds an image of a shard by its name; None: the index does not list it."""
+        digest = np.uint64(_digest(f"{shard}/{name}"))
+        position = int(np.searchsorted(self._digest_N, digest))
+        if position == len(self._digest_N) or self._digest_N[position] != digest:
             return None
-        offset, size = self._span_N2[at].tolist()
+        offset, size = self._span_N2[position].tolist()
         return Member(offset, size, self.mark)
 
 
 def _digest(text: str) -> int:
+    # 64 bits: among a million names two are equal with a probability of 3e-8, which is noticed.
     return int.from_bytes(hashlib.blake2b(os.fsencode(text), digest_size=8).digest(), "little")
 
 
@@ -93,16 +98,16 @@ _indexes: dict[str, ShardIndex] = {}  # by folder; workers inherit those of thei
 
 
 def index_of(folder: str) -> ShardIndex:
-    """The index of a folder of shards, read once per process.
+    """Returns the index of a folder of shards, read once per process.
 
     Raises: OSError, UserError.
     """
-    found = _indexes.get(folder)
-    if found is None:
-        file = os.path.join(folder, INDEX_FILE)
-        content = read_file(local_copy(Path(file)), _MOST_INDEX)
-        found = _indexes[folder] = ShardIndex(content, addresses.absolute(file))
-    return found
+    index = _indexes.get(folder)
+    if index is None:
+        path = os.path.join(folder, INDEX_FILE)
+        content = read_file(local_copy(Path(path)), _MAX_INDEX_BYTES)
+        index = _indexes[folder] = ShardIndex(content, addresses.absolute(path))
+    return index
 
 
 def forget_index(folder: str) -> None:
@@ -111,7 +116,10 @@ def forget_index(folder: str) -> None:
 
 
 def find_member(place: Place) -> Member:
-    """Raises: OSError: FileNotFoundError where the index lists no such image."""
+    """Finds an image in the index of its shards.
+
+    Raises: OSError: FileNotFoundError if the index does not list it.
+    """
     member = index_of(place.folder).find(place.shard, place.name)
     if member is None:
         path = os.path.join(*place)
@@ -141,7 +149,7 @@ def open_member(place: Place) -> BinaryIO:
 
 
 def read_member(place: Place, most_bytes: int) -> bytes:
-    """All of an image in a shard, by one read.
+    """Reads a whole image in a shard, in one request.
 
     Raises: OSError: as `open_member`, or it has more bytes than that.
     """
@@ -162,21 +170,21 @@ def read_member(place: Place, most_bytes: int) -> bytes:
 
 
 def _require_header(header: bytes, member: Member, place: Place) -> None:
-    """Checks that the tar header agrees with the index.
+    """Checks that the tar header before an image agrees with the index.
 
-    Raises: OSError: it does not.
+    Raises: OSError: it is the header of another file.
     """
     # POSIX.1-1988's fields, which tarfile takes twice as long as the rest of reading to understand.
     name, size, kind = header[:100].rstrip(b"\0"), header[124:136].rstrip(b" \0"), header[257:262]
     same_size = kind == b"ustar" and size == b"%011o" % member.size
     if same_size and name and os.fsencode(place.name).startswith(name):
         return
-    what = f"{INDEX_FILE} is of other shards: there is no {place.name} at byte {member.offset}"
-    raise OSError(errno.EINVAL, what, os.path.join(place.folder, place.shard))
+    message = f"{INDEX_FILE} is of other shards: there is no {place.name} at byte {member.offset}"
+    raise OSError(errno.EINVAL, message, os.path.join(place.folder, place.shard))
 
 
 class _Span(io.RawIOBase):
-    """Some bytes of a file as a file, which it closes."""
+    """A range of bytes of a file as a file of its own; closing it closes that file."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._at = file, begin, length, 0
@@ -212,7 +220,13 @@ class ShardWriter:
     """Writes images and their annotations into shards, and the index beside them."""
 
     def __init__(self, folder: Path, split: str, shard_bytes: int) -> None:
-        """Args: folder: exists, empty; shard_bytes: a shard ends beyond this."""
+        """Creates a writer.
+
+        Args:
+            folder: exists and is empty.
+            split: begins the name of every shard.
+            shard_bytes: a shard that has reached this size takes no further image.
+        """
         self._folder, self._split, self._shard_bytes = folder, split, shard_bytes
         self._tar: tarfile.TarFile | None = None
         self._rows: list[tuple[str, str, int, int]] = []
@@ -226,7 +240,7 @@ class ShardWriter:
         """
         with writing(self._folder):
             if self._tar is None or self._tar.offset >= self._shard_bytes:
-                self._begin()
+                self._start_shard()
             tar = self._tar
             assert tar is not None
             shard = self._shard_name(self._shards - 1)
@@ -237,7 +251,7 @@ class ShardWriter:
         return f"{shard}/{name}"
 
     def close(self) -> int:
-        """Ends the last shard and writes the index.
+        """Closes the last shard and writes the index.
 
         Returns: how many shards there are.
         """
@@ -248,7 +262,7 @@ class ShardWriter:
                 csv.writer(file, lineterminator="\n").writerows([_COLUMNS, *self._rows])
         return self._shards
 
-    def _begin(self) -> None:
+    def _start_shard(self) -> None:
         if self._tar is not None:
             self._tar.close()
         name = self._shard_name(self._shards)
@@ -262,7 +276,7 @@ class ShardWriter:
         return f"{self._split}-{number:06d}{SHARD_SUFFIX}"
 
     def _append(self, tar: tarfile.TarFile, name: str, content: bytes) -> int:
-        """Returns: where the content begins."""
+        """Appends a file to a shard; returns the offset of its content in bytes."""
         entry = tarfile.TarInfo(name)  # of no owner and no time: the same set gives the same bytes
         entry.size, entry.mode = len(content), 0o644
         tar.addfile(entry, io.BytesIO(content))

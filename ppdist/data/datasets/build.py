@@ -144,7 +144,7 @@ def _kept_or_read(
 def _use_storage(config: DataConfig) -> None:
     # A worker says that it lives between requests; one takes twice its time at most.
     seconds = min(_LONGEST_REQUEST_SECONDS, config.worker_timeout_seconds / 3)
-    stores.use(int(config.store_cache_gib * 2**30), seconds)
+    stores.configure(int(config.store_cache_gib * 2**30), seconds)
 
 
 def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
@@ -557,7 +557,7 @@ def check_files(dataset: DetectionSet) -> None:
         folder, _, name = path.rpartition("/")  # a third of os.path.split's time, and exact
         wanted[folder].append(name)
     absent: set[str] = set()
-    storage.look_anew(wanted)
+    storage.forget_listings(wanted)
     for folder, names in wanted.items():
         if is_remote(folder) or is_in_shard(folder):
             absent |= _absent_in_store(folder, names, dataset.source)
@@ -586,7 +586,7 @@ def _absent_in_store(folder: str, names: Sequence[str], source: str) -> set[str]
     Raises: DataError: the store or the index of the shards refuses.  StorageError: it is away.
     """
     try:
-        absent = storage.absent_of(folder, names)
+        absent = storage.list_absent(folder, names)
     except OSError as error:
         where = error.filename or folder
         raise DataError(

@@ -16,7 +16,7 @@ class Sick:
     ) -> None:
         self.asked: Counter[tuple] = Counter()
         self.well = threading.Event()
-        asking = stores._ask
+        asking = stores._call_filesystem
 
         def ask(path, what, seconds=None, **arguments):
             key = (str(path), *arguments.values())
@@ -27,7 +27,7 @@ class Sick:
                     raise failure
             return asking(path, what, seconds, **arguments)
 
-        monkeypatch.setattr(stores, "_ask", ask)
+        monkeypatch.setattr(stores, "_call_filesystem", ask)
 
 
-AWAY = stores._away("the store answers HTTP 503 SlowDown", "memory://set")
+AWAY = stores._unavailable_error("the store answers HTTP 503 SlowDown", "memory://set")

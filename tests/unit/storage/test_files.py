@@ -116,7 +116,7 @@ def test_ended_credentials_are_storage_that_is_away(memory, monkeypatch):
     def refuse(path, what, seconds=None, **arguments):
         raise PermissionError(errno.EACCES, "the store refuses access (HTTP 403)", str(path))
 
-    monkeypatch.setattr(stores, "_ask", refuse)
+    monkeypatch.setattr(stores, "_call_filesystem", refuse)
     with pytest.raises(ImagesUnavailable) as caught:
         list(batches)
     assert caught.value.code == "storage_unreachable" and "HTTP 403" in str(caught.value)

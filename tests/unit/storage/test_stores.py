@@ -47,10 +47,10 @@ def use(monkeypatch, tmp_path, as_at_start):
     monkeypatch.setattr(retry, "_FIRST_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(retry, "_START_SECONDS", 0.1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    stores.use(0, 5.0)
+    stores.configure(0, 5.0)
 
     def using(store: Store) -> Store:
-        monkeypatch.setattr(stores, "_filesystem", lambda url: store)
+        monkeypatch.setattr(stores, "_open_once", lambda url: store)
         return store
 
     return using
@@ -154,11 +154,11 @@ def test_server_without_ranges_is_cut_to_the_range():
 def test_cache_answers_for_the_same_identity_alone(marks, use, monkeypatch):
     """Runs that ask one after another; without a mark each has what it fetched itself."""
     store, contents = use(Store()), []
-    stores.use(1 << 20, 5.0)
+    stores.configure(1 << 20, 5.0)
     for run, mark in enumerate(marks):
         monkeypatch.setattr(stores, "_RUN", f"{run}")
         monkeypatch.setattr(store, "info", lambda url, mark=mark: {"size": 7, "ETag": mark})
-        stores.look_anew([])
+        stores.forget_listings([])
         store.content = b"%d" % run
         contents += [stores.fetch("s3://bucket/a") for _ in range(2)]
     assert b"".join(contents) == (b"000022" if marks[0] else b"001122")
@@ -169,11 +169,11 @@ def test_http_is_asked_once_for_content_and_identity(whole, tmp_path, as_at_star
     """And once, for the identity alone, for what is kept."""
     pytest.importorskip("aiohttp")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    stores.use(1 << 20, 5.0)
+    stores.configure(1 << 20, 5.0)
     span = () if whole else (2, 3)
 
     def start() -> bytes:
-        stores.look_anew([])
+        stores.forget_listings([])
         return b"".join(stores.fetch(f"{server.url}/a", *span) for _ in range(2))
 
     with serving() as server:
@@ -247,4 +247,4 @@ def test_unknown_store_is_named():
     ],
 )
 def test_marks_of_servers(told, weak, strong):
-    assert (stores.mark_in(told), stores.mark_in(told, strong=True)) == (weak, strong)
+    assert (stores.find_mark(told), stores.find_mark(told, strong=True)) == (weak, strong)
