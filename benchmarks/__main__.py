@@ -26,13 +26,13 @@ from benchmarks.checkpoint import measure_saving
 from benchmarks.coco import measure_coco
 from benchmarks.inference import measure_models, measure_runtimes
 from benchmarks.startup import measure_startup
-from ppdist.cli import add_config, script_of
+from ppdist.cli import add_config, script_words
 from ppdist.common import process
 from ppdist.common.arguments import at_least
 from ppdist.common.files import make_parent, write_json
 from ppdist.config.experiment import load_config
 from ppdist.distributed import comm
-from ppdist.lab.benchmark.step import machine
+from ppdist.lab.benchmark.step import describe_machine
 
 
 def parse() -> argparse.Namespace:
@@ -67,7 +67,7 @@ def main() -> int:
         report = {"what": arguments.what, "config": arguments.config}
         report |= {"overrides": arguments.override, "vs": []}
         report["result"] = MEASURES[arguments.what](arguments, Path(scratch))
-        report["machine"] = machine()
+        report["machine"] = describe_machine()
     if comm.is_main():  # of checkpoint there may be several, under fleetrun
         print(json.dumps(report, indent=1))
         if arguments.json:
@@ -85,7 +85,7 @@ def startup(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     options = ["-c", arguments.config]
     options += ["-o", *arguments.override] if arguments.override else []
     return measure_startup(
-        [sys.executable, *script_of("launch")],
+        [sys.executable, *script_words("launch")],
         options,
         counts=arguments.processes,
         repeats=arguments.repeats or 3,

@@ -321,7 +321,7 @@ class Detector:
         self, iou: float | None, slice: int | None, overlap: float, batch: int
     ) -> "Predict":
         from ppdist.predict.model import with_iou
-        from ppdist.predict.slicing import sliced
+        from ppdist.predict.slicing import with_slices
 
         for name, value, least in (("batch", batch, 1), ("slice", slice, 32)):
             if value is not None and value < least:
@@ -335,7 +335,7 @@ class Detector:
         predict: Predict = self._model
         if iou is not None:
             predict = with_iou(self._model, iou)
-        return sliced(predict, slice, overlap, batch) if slice else predict
+        return with_slices(predict, slice, overlap, batch) if slice else predict
 
     def _detect(
         self,
@@ -347,9 +347,9 @@ class Detector:
     ) -> Iterator[Detections]:
         from ppdist.predict.model import detections
         from ppdist.predict.sources import predictions
-        from ppdist.predict.tracking import following
+        from ppdist.predict.tracking import make_follower
 
-        follow = following(choice.threshold) if track else lambda frame, found: found
+        follow = make_follower(choice.threshold) if track else lambda frame, found: found
         for frame, rows_R6 in predictions(predict, frames, batch):
             found = detections(frame, choice.of(rows_R6), self._model.spec)
             yield follow(frame, found)

@@ -325,7 +325,11 @@ SAVES = {"paddle", "jit", "onnx", "np"}  # their `save` takes a path; so does `s
 # `MODULE:FUNCTION`, by why it may.
 OTHER_WRITERS = {
     "in a folder that this process, or who started it, has just made": {
-        *("cli/doctor.py:be_rank", "common/child.py:run_command", "distributed/heartbeat.py:begin"),
+        *(
+            "cli/doctor.py:check_rank",
+            "common/child.py:run_command",
+            "distributed/heartbeat.py:begin",
+        ),
         *("distributed/heartbeat.py:tell_stop", "engine/auto_batch.py:trial"),
         *("engine/checkpoint.py:_write_durably", "engine/memory_probe.py:_measure"),
         *("engine/memory_probe.py:main", "export/export.py:_tidy", "export/onnx.py:sign"),

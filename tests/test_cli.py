@@ -36,9 +36,9 @@ def test_tool_is_a_door_of_its_command(tool):
 
 @pytest.mark.parametrize("command", ["launch", "train", "doctor", "verify", "benchmark"])
 def test_ranks_run_the_door_of_a_clone(command, monkeypatch, tmp_path):
-    assert cli.script_of(command) == [str(ROOT / "tools" / f"{command}.py")]
+    assert cli.script_words(command) == [str(ROOT / "tools" / f"{command}.py")]
     monkeypatch.setattr(cli, "CLONE", tmp_path)  # an installed package has no tools/
-    assert cli.script_of(command) == [str(ROOT / "ppdist" / "__main__.py"), command]
+    assert cli.script_words(command) == [str(ROOT / "ppdist" / "__main__.py"), command]
 
 
 def test_recorded_command_can_be_typed_again(monkeypatch):
@@ -86,7 +86,7 @@ def test_every_config_that_ships_says_what_it_is():
 
 def test_copy_of_a_shipped_study_means_the_same(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    copy = config.copied("proof", None)
+    copy = config.copy_config("proof", None)
     assert copy == Path("proof.yml")
     found, shipped = load_study(copy), load_study("proof")
     assert load_config(found.config) == load_config(shipped.config)
@@ -95,15 +95,15 @@ def test_copy_of_a_shipped_study_means_the_same(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["yolov5n", "bccd_best"])
 def test_copy_of_a_shipped_config_means_the_same(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    copy = config.copied(name, Path("sub/mine.yml"))
+    copy = config.copy_config(name, Path("sub/mine.yml"))
     same = {"output_dir": "x"}
     found, shipped = (load_config(path).model_copy(update=same) for path in (copy, name))
     assert found == shipped
     assert "-c configs/" not in copy.read_text()  # its head names itself
     with raises("file_exists"):
-        config.copied(name, copy)
+        config.copy_config(name, copy)
     with raises("config_missing"):
-        config.copied(name + "n", None)
+        config.copy_config(name + "n", None)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import ppdist
-from ppdist.cli import COMMANDS, main_of
-from ppdist.cli.config import measured_runtimes
+from ppdist.cli import COMMANDS, load_main
+from ppdist.cli.config import read_runtimes
 from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.config.schema import SectionType, sections_in, type_in_words
 from ppdist.config.train import MicroBatches
@@ -305,7 +305,7 @@ def _help_of(command: str, *words: str) -> str:
     sys.argv, os.environ["COLUMNS"] = [f"ppdist {command}", *words, "--help"], "100"
     try:
         with redirect_stdout(shown), suppress(SystemExit):
-            main_of(command)()
+            load_main(command)()
     finally:
         sys.argv = argv
         del os.environ["COLUMNS"]
@@ -443,7 +443,7 @@ def _latency(found: Mapping[str, Any] | None) -> str:
 
 def zoo_text() -> str:
     """docs/model_zoo.md."""
-    measured = measured_runtimes()
+    measured = read_runtimes()
     found, machine = measured["result"], measured["machine"]
     runtimes = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     parts = [

@@ -43,13 +43,13 @@ COMMANDS = {
     "benchmark": "measure training, loading, evaluation and inference speed",
     "verify": "verify cards, equivalence, parity, metrics and exports",
 }
-# They write one result each, and would write it several times at once under fleetrun.
+# Each writes one result; under fleetrun every rank would write it at the same time.
 _ONE_PROCESS = {"predict", "export", "convert", "data", "config", "report", "plan"}
-# What other trainers call them.
-_MEANT = {"val": ["eval"], "infer": ["predict"], "detect": ["predict"], "test": ["eval"]}
-# Those of earlier versions: what to do instead.
-_GONE = {"completion": "leave its line out of what your shell reads at its start"}
-_THEIRS = ("yolo", "detect", "classify")
+# What other trainers call our commands.
+_NAMES_ELSEWHERE = {"val": ["eval"], "infer": ["predict"], "detect": ["predict"], "test": ["eval"]}
+# Commands of earlier versions, with what to do instead.
+_REMOVED = {"completion": "leave its line out of what your shell reads at its start"}
+_ULTRALYTICS = ("yolo", "detect", "classify")
 CLONE = Path(__file__).resolve().parents[2]
 _PROGRAM = "ppdist {}"  # what --help calls a command that no script of tools/ has started
 
@@ -59,13 +59,13 @@ def run(command: str) -> NoReturn:
 
     def main() -> int | None:
         require_one_process(command)
-        return main_of(command)()
+        return load_main(command)()
 
     process.run(main)
 
 
 def require_one_process(command: str) -> None:
-    """Checks that a single-process command is one.
+    """Checks that a command which needs a single process runs as one.
 
     Raises: ConfigError: fleetrun started several.  LaunchError: none did, but variables say so.
     """
@@ -85,10 +85,10 @@ def require_one_process(command: str) -> None:
         )
 
 
-def main_of(command: str) -> Callable[[], int | None]:
-    """What one of COMMANDS does with sys.argv."""
-    found: Callable[[], int | None] = importlib.import_module(f"ppdist.cli.{command}").main
-    return found
+def load_main(command: str) -> Callable[[], int | None]:
+    """Loads the `main` of one of COMMANDS, which reads sys.argv."""
+    command_main: Callable[[], int | None] = importlib.import_module(f"ppdist.cli.{command}").main
+    return command_main
 
 
 def main() -> NoReturn:
@@ -104,14 +104,20 @@ def main() -> NoReturn:
         sys.exit(0)
     if words[0] not in COMMANDS:
         # `yolo detect train data=...` of ultralytics: the command is a word or two later.
-        meant = next((word for word in words[1:3] if words[0] in _THEIRS and word in COMMANDS), "")
-        near = [
-            *filter(None, [meant]),
-            *_MEANT.get(words[0], []),
+        command = next(
+            (word for word in words[1:3] if words[0] in _ULTRALYTICS and word in COMMANDS), ""
+        )
+        suggestions = [
+            *filter(None, [command]),
+            *_NAMES_ELSEWHERE.get(words[0], []),
             *difflib.get_close_matches(words[0], COMMANDS),
         ]
-        hint = f"did you mean ppdist {near[0]}?" if near else f"expected {', '.join(COMMANDS)}"
-        hint = _GONE.get(words[0], hint)
+        hint = (
+            f"did you mean ppdist {suggestions[0]}?"
+            if suggestions
+            else f"expected {', '.join(COMMANDS)}"
+        )
+        hint = _REMOVED.get(words[0], hint)
         process.say(f"ppdist: error: there is no command {words[0]!r}; {hint}")
         sys.exit(2)
     sys.argv = [_PROGRAM.format(words[0]), *words[1:]]
@@ -141,13 +147,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         _, unrecognized, words = message.partition("unrecognized arguments: ")
         options = {word.partition("=")[0] for word in sys.argv[1:] if word[:1] == "-"}
-        ours = {*re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", self.format_help())}
-        told = {each for word in words.split() for each in (word, word.partition("=")[0])}
-        self._answer(told if unrecognized else options - ours)
+        own_options = {*re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", self.format_help())}
+        words_and_options = {
+            spelling for word in words.split() for spelling in (word, word.partition("=")[0])
+        }
+        self._answer(words_and_options if unrecognized else options - own_options)
         wrong = [word for word in words.split() if word[:2] == "--"]
-        meant = {word.lstrip("-"): word for word in ours if word[:2] == "--"}
-        asked = wrong[0].partition("=")[0].lstrip("-") if wrong else ""
-        near = [meant[each] for each in difflib.get_close_matches(asked, meant, 1, 0.5)]
+        meant = {word.lstrip("-"): word for word in own_options if word[:2] == "--"}
+        mistyped = wrong[0].partition("=")[0].lstrip("-") if wrong else ""
+        near = [meant[spelling] for spelling in difflib.get_close_matches(mistyped, meant, 1, 0.5)]
         message += f"; did you mean {near[0]}?" if near else ""
         shown = [line for line in (self.description or "").splitlines() if self._is_example(line)]
         if not shown:
@@ -168,25 +176,25 @@ class Parser(argparse.ArgumentParser):
         refuse_options(self._command, sys.argv[1:], unknown)
 
 
-def parser_of(command: str, text: str | None) -> Parser:
-    """The parser of one of COMMANDS.
+def make_parser(command: str, text: str | None) -> Parser:
+    """Builds the parser of one of COMMANDS.
 
-    Args: text: the docstring of its module, with which its --help begins, line by line.
+    Args: text: the docstring of its module, which --help shows first, line by line.
     """
     form = argparse.RawDescriptionHelpFormatter
     return Parser(command=command, description=text, formatter_class=form)
 
 
 def version() -> str:
-    """`ppdist 0.1.0, paddlepaddle 3.3.1, Python 3.11.7`; imports no Paddle."""
-    found = [f"ppdist {__version__}"]
+    """Returns `ppdist 0.1.0, paddlepaddle 3.3.1, Python 3.11.7` without importing Paddle."""
+    parts = [f"ppdist {__version__}"]
     for name in ("paddlepaddle-gpu", "paddlepaddle"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return ", ".join([*found, f"Python {platform.python_version()}"])
+            parts.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join([*parts, f"Python {platform.python_version()}"])
 
 
-# `config` of add_config where weights bring their configuration along.
+# The `config` text of add_config for commands whose weights may bring their configuration along.
 OR_OF_WEIGHTS = "YAML file of the experiment, or the name of a shipped one (default: that of -w)"
 
 
@@ -200,7 +208,7 @@ def add_config(
     config: str = _CONFIG,
     override: str = "overrides of config keys, e.g. -o train.epochs=10 data.root=datasets/mine",
 ) -> None:
-    """-c and -o, with these texts in --help."""
+    """Adds -c and -o to a parser, with these texts in --help."""
     parser.add_argument("-c", "--config", required=required, help=config)
     parser.add_argument(
         "-o", "--override", nargs="+", action="extend", default=[],
@@ -214,7 +222,7 @@ def add_config(
 
 
 class _TrustPlugins(argparse.Action):
-    """Says so to this process and those that it starts."""
+    """The action of an option that trusts plug-ins here and in all child processes."""
 
     def __call__(self, *_: Any) -> None:
         from ppdist.config.plugins import TRUST_VARIABLE
@@ -222,14 +230,14 @@ class _TrustPlugins(argparse.Action):
         os.environ[TRUST_VARIABLE] = "1"
 
 
-# Whose input and augmentation DATA is looked at with, where no --model says another.
+# The recipe whose input size and augmentation apply to DATA when --model is not given.
 RECIPE = "ppyoloe_plus_s"
 
 
 def add_data(
     parser: argparse.ArgumentParser, *, recipe: str | None = None, config: str = _CONFIG
 ) -> None:
-    """DATA, -c and -o: for `experiment_of`.
+    """Adds DATA, -c and -o to a parser; `load_experiment` reads them.
 
     Args:
         recipe: adds --model, the name of a shipped one; this is its default.
@@ -246,13 +254,13 @@ def add_data(
 def require_one_source(arguments: argparse.Namespace, command: str, model: str = "") -> None:
     """Requires either DATA or -c.
 
-    Args: model: what a command that needs --model with DATA is shown with.
+    Args: model: the --model that the example shows, for a command that needs one with DATA.
     Raises: ConfigError: both, or neither.
     """
     if bool(arguments.data) == bool(arguments.config):
-        both = " and ".join(filter(None, (arguments.data, arguments.config)))
+        sources = " and ".join(filter(None, (arguments.data, arguments.config)))
         more = f" --model {model}" if model else ""
-        if both and "=" in arguments.data and not os.path.exists(arguments.data):
+        if sources and "=" in arguments.data and not os.path.exists(arguments.data):
             from ppdist.config.migration import refuse_options
 
             refuse_options(command.split()[0], sys.argv[1:], (arguments.data,))
@@ -263,17 +271,17 @@ def require_one_source(arguments: argparse.Namespace, command: str, model: str =
                 fix=f"write `-o {shlex.quote(arguments.data)}`",
             )
         raise errors.ConfigError(
-            f"expected either DATA or -c, found {f'both ({both})' if both else 'neither'}",
-            code="options_conflict" if both else "option_missing",
+            f"expected either DATA or -c, found {f'both ({sources})' if sources else 'neither'}",
+            code="options_conflict" if sources else "option_missing",
             where=command,
             fix=f"`ppdist {command} data.yaml{more}`, or `ppdist {command} -c cfg.yml`",
         )
 
 
-def experiment_of(arguments: argparse.Namespace, command: str) -> "ExperimentConfig":
-    """The configuration of -c, or a recipe for DATA, with -o.
+def load_experiment(arguments: argparse.Namespace, command: str) -> "ExperimentConfig":
+    """Loads the configuration of -c, or fits a recipe to DATA; then applies -o.
 
-    Args: arguments: of `add_data`.  command: as users type it, for messages.
+    Args: arguments: of a parser with `add_data`.  command: as users type it, for messages.
     """
     from ppdist.config.experiment import load_config
 
@@ -292,14 +300,16 @@ def experiment_of(arguments: argparse.Namespace, command: str) -> "ExperimentCon
     from ppdist.engine.recipe import TrainOptions, fit_recipe
 
     layout = find_layout(arguments.data)
-    for what, why in layout.notes:
-        process.say(f"ppdist: note: {what}: {why}")
+    for subject, reason in layout.notes:
+        process.say(f"ppdist: note: {subject}: {reason}")
     options = TrainOptions(model or str(getattr(arguments, "recipe", RECIPE)))
     return fit_recipe(layout, options, arguments.override, world=1).config
 
 
-def config_of(arguments: argparse.Namespace, *, needs_data: bool = False) -> "ExperimentConfig":
-    """The configuration of -c, or of the weights of -w, with -o.
+def load_config_of(
+    arguments: argparse.Namespace, *, needs_data: bool = False
+) -> "ExperimentConfig":
+    """Loads the configuration of -c, or of the weights of -w; then applies -o.
 
     Args: needs_data: see `config_of_weights`.
     """
@@ -313,16 +323,17 @@ def config_of(arguments: argparse.Namespace, *, needs_data: bool = False) -> "Ex
 
 
 def command_line() -> list[str]:
-    """The words that start this command again, for what a run records."""
+    """Returns the words that start this command again, for the records of a run."""
     program, *options = sys.argv
     by_name = {_PROGRAM.format(command): command for command in COMMANDS}
     return ["ppdist", by_name[program], *options] if program in by_name else sys.argv
 
 
-def script_of(command: str) -> list[str]:
-    """The words by which fleetrun starts a command on its ranks.
+def script_words(command: str) -> list[str]:
+    """Returns the words by which fleetrun starts a command on its ranks.
 
-    Runs record them and messages show them, so a clone's door is named as a user would type it.
+    Runs record them and messages show them, so in a clone they name the script in tools/ that a
+    user would type.
     """
     door = CLONE / "tools" / f"{command}.py"
     if is_clone() and door.is_file():
@@ -331,7 +342,7 @@ def script_of(command: str) -> list[str]:
 
 
 def is_clone() -> bool:
-    """Whether this package is in its repository, not in site-packages."""
+    """Returns True if this package lies in its repository, not in site-packages."""
     return (CLONE / "setup.py").is_file()
 
 
@@ -341,14 +352,14 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     from rich.markup import escape
     from rich.table import Column, Table
 
-    drawn = Table(*(Column(each, overflow="fold") for each in header))
+    drawn = Table(*(Column(title, overflow="fold") for title in header))
     for row in rows:
         drawn.add_row(*map(escape, row))
     Console(width=None if sys.stdout.isatty() else 120).print(drawn)
 
 
-def folder_for(weights: Path, what: str) -> Path:
-    """Default output folder: in the weights' run, else named after them.
+def default_folder(weights: Path, name: str) -> Path:
+    """Returns the default output folder: in the run of the weights, else named after them.
 
     Args: weights: a run, a checkpoint, a file or a name; or an export in a run.
     Raises: UserError: the folder in the run, or one below, is a link.
@@ -356,12 +367,12 @@ def folder_for(weights: Path, what: str) -> Path:
     from ppdist.common.files import require_no_links
     from ppdist.models.weights import checkpoint_of
 
-    found, run = checkpoint_of(weights), None
-    if (found / "manifest.json").is_file() and found.parent.name == "checkpoints":
-        run = found.parent.parent
+    checkpoint, run = checkpoint_of(weights), None
+    if (checkpoint / "manifest.json").is_file() and checkpoint.parent.name == "checkpoints":
+        run = checkpoint.parent.parent
     elif (weights.parent / "checkpoints").is_dir():
         run = weights.parent
     if run is not None:
-        require_no_links(run / what)
-        return run / what
-    return Path("output") / f"{weights.stem}_{what}"
+        require_no_links(run / name)
+        return run / name
+    return Path("output") / f"{weights.stem}_{name}"

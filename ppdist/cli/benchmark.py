@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import add_config, parser_of, script_of
+from ppdist.cli import add_config, make_parser, script_words
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, time_in
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of("benchmark", __doc__)
+    parser = make_parser("benchmark", __doc__)
     parser.add_argument("what", choices=sorted(MEASURES), help="what to measure")
     add_config(parser, required=False)
     parser.add_argument("-w", "--weights", help="infer: weights; none: fresh ones")
@@ -95,9 +95,9 @@ def main() -> int:
         report["overrides"] = arguments.override
         report["result"] = MEASURES[arguments.what](arguments, Path(scratch))
         from ppdist.distributed import comm
-        from ppdist.lab.benchmark.step import machine
+        from ppdist.lab.benchmark.step import describe_machine
 
-        report["machine"] = machine()
+        report["machine"] = describe_machine()
         if comm.is_main():
             print(json.dumps(report, indent=1))
             if arguments.json:
@@ -128,10 +128,10 @@ def synthetic_data(arguments: argparse.Namespace, root: Path) -> list[str]:
     return ["data.format=coco", *overrides]
 
 
-def load(arguments: argparse.Namespace, *more: str) -> "ExperimentConfig":
+def load(arguments: argparse.Namespace, *overrides: str) -> "ExperimentConfig":
     from ppdist.config.experiment import load_config
 
-    return load_config(arguments.config, [*arguments.override, *more])
+    return load_config(arguments.config, [*arguments.override, *overrides])
 
 
 def join_ranks(arguments: argparse.Namespace) -> "ExperimentConfig":
@@ -169,10 +169,10 @@ def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     from ppdist.export.export import export_model
     from ppdist.export.spec import describe, read_spec, validation_set
     from ppdist.lab.benchmark.latency import (
-        formats_here,
+        exportable_formats,
+        make_predictors,
         measure_predictors,
-        pictures_of,
-        predictors_of,
+        sample_images,
     )
     from ppdist.lab.benchmark.step import require_detector
 
@@ -187,12 +187,12 @@ def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             model = build(config, arguments.weights)
     if directory is None:
         directory = scratch / "exported"
-        export_model(model, directory, describe(config, dataset), formats_here())
+        export_model(model, directory, describe(config, dataset), exportable_formats())
     spec = read_spec(directory)
     return measure_predictors(
-        predictors_of(model, directory, spec, arguments.threads, arguments.backend),
+        make_predictors(model, directory, spec, arguments.threads, arguments.backend),
         spec,
-        pictures_of(dataset),
+        sample_images(dataset),
         batch=arguments.batch,
         threads=arguments.threads,
         rounds=arguments.repeats,
@@ -212,8 +212,8 @@ def build(config: "ExperimentConfig", weights: str | None) -> Any:
 def scaling(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     from ppdist.lab.benchmark.scaling import measure_scaling
 
-    launcher = [sys.executable, *script_of("launch")]
-    script = [*script_of("benchmark"), "train", "-c", arguments.config]
+    launcher = [sys.executable, *script_words("launch")]
+    script = [*script_words("benchmark"), "train", "-c", arguments.config]
     script += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
     if arguments.override:
         script += ["-o", *arguments.override]

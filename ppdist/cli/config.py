@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 import ppdist
-from ppdist.cli import add_config, parser_of
+from ppdist.cli import add_config, make_parser
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import write_text
 from ppdist.config.experiment import load_config
@@ -23,12 +23,12 @@ from ppdist.config.parse import dump_yaml
 from ppdist.config.shipped import find_config, folder, near, recipes, short_names
 
 _EXPERIMENT = re.compile(r"^config: *(\S+\.yml)$", re.MULTILINE)
-_OWN_COMMAND = re.compile(r"tools/train\.py -c configs/\S+")  # in the head of a shipped one
+_TRAIN_COMMAND = re.compile(r"tools/train\.py -c configs/\S+")  # in the head of a shipped one
 _BASES = re.compile(r"^_BASE_:(.*)$", re.MULTILINE)  # on one line in all that ship
 
 
 def main() -> None:
-    parser = parser_of("config", __doc__)
+    parser = make_parser("config", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the configs that ship, by name")
     show = commands.add_parser("show", help="check a file and print it with every key resolved")
@@ -44,8 +44,8 @@ def main() -> None:
     elif args.command == "show":
         print(dump_yaml(load_config(args.config, args.override)), end="")
     else:
-        file = copied(args.name, args.file)
-        print(f"wrote {file}; edit it, then: {_use_of(file)}")
+        file = copy_config(args.name, args.file)
+        print(f"wrote {file}; edit it, then: {_usage(file)}")
 
 
 _MODELS = Path(ppdist.__file__).parent / "models"  # read without Paddle
@@ -61,18 +61,18 @@ Other sets and examples: `-c NAME`; to edit one, `ppdist config copy NAME`.
 
 
 def listing() -> str:
-    """The shipped configs in 80 columns: recipes with figures, then others."""
-    measured, known = measured_runtimes(), _published()
+    """Lists the shipped configs in 80 columns: recipes with their figures, then the others."""
+    runtimes, published_weights = read_runtimes(), read_published_weights()
     head = ("name", "pixels", "params M", "AP", "ms", "weights")
     rows: list[tuple[tuple[str, str, int, float], tuple[str, ...]]] = []
-    others = []
-    short = {name: each for each, name in short_names().items()}
+    other_configs = []
+    short_name_of = {name: short_name for short_name, name in short_names().items()}
     for name, path in recipes().items():
-        if name not in short:
+        if name not in short_name_of:
             first, *rest = textwrap.wrap(
-                _about(path), 49, max_lines=2, placeholder=" ...", break_on_hyphens=False
+                first_sentence(path), 49, max_lines=2, placeholder=" ...", break_on_hyphens=False
             )
-            others.append(
+            other_configs.append(
                 "".join(
                     f"{word:31}{line}\n"
                     for word, line in zip((name, *[""] * len(rest)), (first, *rest))
@@ -81,9 +81,9 @@ def listing() -> str:
             continue
         model = load_config(path).model
         height, width = model.image_size
-        found = measured["result"].get(name)
-        ms = found["threads 2"]["predictors"]["ONNX Runtime"]["median_ms"] if found else None
-        weights = known.get(name, ("-", None, None))
+        runtime = runtimes["result"].get(name)
+        ms = runtime["threads 2"]["predictors"]["ONNX Runtime"]["median_ms"] if runtime else None
+        weights = published_weights.get(name, ("-", None, None))
         figures = [
             "-" if value is None else f"{value:{form}}"
             for value, form in zip((*weights[1:], ms), ("g", ".1f", ".0f"))
@@ -92,45 +92,49 @@ def listing() -> str:
         rows.append(
             (
                 (model.name, getattr(model, "variant", ""), height, size),
-                (short[name], f"{height} x {width}", *figures, weights[0]),
+                (short_name_of[name], f"{height} x {width}", *figures, weights[0]),
             )
         )
     table = "".join(
         f"{name:22}  {pixels:11}  {params:>8}  {ap:>4}  {ms:>4}  {weights}\n"
         for name, pixels, params, ap, ms, weights in [head, *(row for _, row in sorted(rows))]
     )
-    return _LISTING.format(cores=measured["machine"]["cores"], table=table, others="".join(others))
+    return _LISTING.format(
+        cores=runtimes["machine"]["cores"], table=table, others="".join(other_configs)
+    )
 
 
-def _published() -> dict[str, tuple[str, float, float]]:
-    """Weights of each COCO recipe: name, parameters (millions), AP."""
+def read_published_weights() -> dict[str, tuple[str, float, float]]:
+    """Reads the published weights of every COCO recipe: name, parameters (millions), AP."""
     entries = yaml.safe_load((_MODELS / "zoo.yml").read_text(encoding="utf-8"))["weights"]
-    found: dict[str, tuple[str, float, float]] = {}
-    for name, each in entries.items():
-        if each.get("metric") == "mAP" and not each.get("overrides"):
-            found.setdefault(each["config"], (name, each["parameters"], each["published"]))
-    return found
+    weights_by_config: dict[str, tuple[str, float, float]] = {}
+    for name, entry in entries.items():
+        if entry.get("metric") == "mAP" and not entry.get("overrides"):
+            weights_by_config.setdefault(
+                entry["config"], (name, entry["parameters"], entry["published"])
+            )
+    return weights_by_config
 
 
-def measured_runtimes() -> dict[str, Any]:
-    """What `python -m benchmarks runtimes --json` wrote."""
-    found: dict[str, Any] = json.loads((_MODELS / "runtimes.json").read_text(encoding="utf-8"))
-    return found
+def read_runtimes() -> dict[str, Any]:
+    """Reads the results that `python -m benchmarks runtimes --json` wrote."""
+    runtimes: dict[str, Any] = json.loads((_MODELS / "runtimes.json").read_text(encoding="utf-8"))
+    return runtimes
 
 
-def _about(path: Path) -> str:
-    """The first sentence of a config's head."""
+def first_sentence(path: Path) -> str:
+    """Returns the first sentence of the comment at the top of a config."""
     head = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     words = " ".join(line.lstrip("# ") for line in head if "$schema" not in line)
     return re.split(r"[.;](?: |$)", words, maxsplit=1)[0]
 
 
-def copied(name: str, file: Path | None) -> Path:
-    """Copies a shipped config to a new file.
+def copy_config(name: str, file: Path | None) -> Path:
+    """Copies a shipped config or study to a new file, which can be edited.
 
-    Its `_BASE_` names the shipped parts.
+    References to other shipped files (`_BASE_`) are rewritten so that they still resolve.
 
-    Raises: ConfigError: no such config, or the file is there already.
+    Raises: ConfigError: there is no such config, or the file already exists.
     """
     source = Path(find_config(name))
     if not source.is_relative_to(folder()):
@@ -154,14 +158,14 @@ def copied(name: str, file: Path | None) -> Path:
     for part in [*parts, *([experiment[1]] if experiment else [])]:
         shipped = (source.parent / part).resolve().relative_to(folder().resolve())
         text = text.replace(part, shipped.as_posix())
-    text = _OWN_COMMAND.sub(f"ppdist train -c {shlex.quote(str(target))}", text)
+    text = _TRAIN_COMMAND.sub(f"ppdist train -c {shlex.quote(str(target))}", text)
     text = text.replace("$schema=../schema.json", f"$schema={folder() / 'schema.json'}")
     write_text(target, text)
     return target
 
 
-def _use_of(file: Path) -> str:
-    """The command that a copied config or study is for."""
+def _usage(file: Path) -> str:
+    """Returns the command that a copied config or study is for."""
     if _EXPERIMENT.search(file.read_text(encoding="utf-8")):
         return shlex.join(
             ["ppdist", "tune", "run", "-c", str(file), "--out", f"output/{file.stem}"]

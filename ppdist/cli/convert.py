@@ -12,12 +12,12 @@ takes the model card along: class names, preprocessing, licence.
 import argparse
 from pathlib import Path
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of, parser_of
+from ppdist.cli import OR_OF_WEIGHTS, add_config, load_config_of, make_parser
 from ppdist.common import process
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of("convert", __doc__)
+    parser = make_parser("convert", __doc__)
     add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="where to write")
@@ -45,13 +45,13 @@ def main() -> int:
     out: Path = arguments.out
     check_writable(out)
     weights = Path(arguments.weights)
-    config = config_of(arguments)
+    config = load_config_of(arguments)
     comm.init("cpu", config.distributed)
     model = build_model(config)
     card = read_card_or_warn(weights, process.warn) or ModelCard()
     load_all_weights(model, weights)
-    of_torch = out.suffix.lower() in (".pt", ".pth")
-    keys = arguments.keys or ("official" if of_torch else "ours")
+    is_torch_file = out.suffix.lower() in (".pt", ".pth")
+    keys = arguments.keys or ("official" if is_torch_file else "ours")
     arrays = official_arrays_of(model) if keys == "official" else arrays_of(model)
     names, threshold = card.class_names or config.data.class_names, card.best_f1_threshold
     card = card_of(

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ppdist.cli import RECIPE, add_data, experiment_of, parser_of, print_table
+from ppdist.cli import RECIPE, add_data, load_experiment, make_parser, print_table
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, byte_count
 
@@ -37,7 +37,7 @@ _MOST_CLASSES = 100  # that a table lists
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of("data", __doc__)
+    parser = make_parser("data", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     check = commands.add_parser("check", help="find what is wrong with both splits")
@@ -66,7 +66,7 @@ def parse() -> argparse.Namespace:
     for command, recipe in ((stats, RECIPE), (show, RECIPE), (anchors, "yolov5s")):
         add_data(command, recipe=recipe)
     convert = commands.add_parser("convert", help="write the set in another format")
-    convert.add_argument("--to", required=True, type=_written, choices=("coco", "yolo"),
+    convert.add_argument("--to", required=True, type=writable_format, choices=("coco", "yolo"),
                          help="the format to write")  # fmt: skip
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="data.root to be")
     convert.add_argument("--shards", type=byte_count, metavar="SIZE",
@@ -86,14 +86,14 @@ def parse() -> argparse.Namespace:
         add_data(command)
     synthetic = commands.add_parser("synthetic", help="make textured shapes with known boxes")
     synthetic.add_argument("--out", type=Path, required=True, metavar="DIR", help="data.root to be")
-    for name, least, default, what in (
+    for name, minimum, default, what in (
         ("--train", 1, 160, "training images"),
         ("--val", 1, 80, "validation images"),
         ("--size", 64, 256, "side in pixels"),
         ("--seed", 0, 0, "of everything"),
     ):
         synthetic.add_argument(
-            name, type=at_least(least), default=default, metavar="N", help=f"{what} ({default})"
+            name, type=at_least(minimum), default=default, metavar="N", help=f"{what} ({default})"
         )
     return parser.parse_args()
 
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def load(arguments: argparse.Namespace) -> "ExperimentConfig":
-    return experiment_of(arguments, f"data {arguments.command}")
+    return load_experiment(arguments, f"data {arguments.command}")
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -128,7 +128,7 @@ def check(arguments: argparse.Namespace) -> int:
                 where=f"--fix {arguments.fix}",
                 fix="choose a new folder",
             )
-    report = looked_at(config, fast=arguments.fast, workers=arguments.workers)
+    report = check_splits(config, fast=arguments.fast, workers=arguments.workers)
     if arguments.json:
         write_json(arguments.json, report.as_json(), indent=1)
     if arguments.fix:
@@ -136,10 +136,10 @@ def check(arguments: argparse.Namespace) -> int:
     return verdict(config, report)
 
 
-def looked_at(config: "ExperimentConfig", *, fast: bool, workers: int = 0) -> "Report":
-    """Both splits, and prints what is wrong with them.
+def check_splits(config: "ExperimentConfig", *, fast: bool, workers: int = 0) -> "Report":
+    """Validates both splits and prints every kind of problem with examples.
 
-    Args: fast: headers of the images only.  workers: processes; 0: one per core.
+    Args: fast: read image headers only, decode nothing.  workers: processes; 0: one per core.
     """
     from ppdist.common.machine import available_cores
     from ppdist.data.checks.validate import validate
@@ -152,14 +152,14 @@ def looked_at(config: "ExperimentConfig", *, fast: bool, workers: int = 0) -> "R
         counts = ", ".join(f"{count} in {split}" for split, count in row.counts.items())
         meaning = row.kind.meaning
         print(f"{row.kind.severity}: {row.name}: {counts}: {meaning}; {row.what_follows}")
-        more = row.count - len(row.examples)
-        for example in (*row.examples, *([f"and {more} more"] if more else [])):
+        remaining = row.count - len(row.examples)
+        for example in (*row.examples, *([f"and {remaining} more"] if remaining else [])):
             print(f"  {example.removesuffix(f': {meaning}')}")
     return report
 
 
 def verdict(config: "ExperimentConfig", report: "Report") -> int:
-    """Says whether the splits can be used; the exit code."""
+    """Prints whether the splits can be used, and returns the exit code."""
     from ppdist.data.datasets.build import set_of_raw
     from ppdist.engine.suitability import findings_of
 
@@ -172,13 +172,13 @@ def verdict(config: "ExperimentConfig", report: "Report") -> int:
     ]
     for finding in findings_of(config, *sets):
         print(f"warning: {finding.text}")
-    looked = "every image decodes" if report.decoded else "only image headers were checked"
-    print(f"ok: both splits can be used; {looked}")
+    coverage = "every image decodes" if report.decoded else "only image headers were checked"
+    print(f"ok: both splits can be used; {coverage}")
     return 0
 
 
-def _written(word: str) -> str:
-    """A format that `convert` writes."""
+def writable_format(word: str) -> str:
+    """Checks that `convert` can write this format; for `type=` of an option."""
     if word == "voc":
         raise argparse.ArgumentTypeError(
             "Pascal VOC is read, but no longer written: use coco, which keeps everything; "
@@ -188,7 +188,7 @@ def _written(word: str) -> str:
 
 
 def write_fixed(arguments: argparse.Namespace, data_format: str, report: "Report") -> None:
-    """Writes the clean copy, as COCO unless the set is YOLO, and says what was done."""
+    """Writes the clean copy (COCO unless the set is YOLO) and prints what was fixed."""
     from ppdist.data.checks.clean_copy import clean_copy
     from ppdist.data.datasets.convert import Format, snippet
 
@@ -199,12 +199,12 @@ def write_fixed(arguments: argparse.Namespace, data_format: str, report: "Report
     cleaned = clean_copy(report, written, arguments.fix, images=files)
     for line in cleaned.lines:
         print(f"fixed: {line}")
-    say_wrote(arguments.fix)
+    say_how_to_train(arguments.fix)
     print(snippet(cleaned.raws, written, arguments.fix, images=files), end="")
 
 
-def say_wrote(out: Path) -> None:
-    """Says how to train on a folder just written; its `data:` section follows."""
+def say_how_to_train(out: Path) -> None:
+    """Prints how to train on a folder just written; its `data:` section follows."""
     from ppdist.data.datasets.layout import find_layout
 
     print(f"wrote {out}")
@@ -238,6 +238,7 @@ def convert(arguments: argparse.Namespace) -> int:
         raws = {split: read_raw(config, split, strictly) for split in SPLITS}
     strictly.report(*raws.values())
     written: list[Path] = []
+    # A copy that fails half way would look like a whole data set.
     with removed_on_failure(written):
         for split, raw in raws.items():
             lines = write(
@@ -247,7 +248,7 @@ def convert(arguments: argparse.Namespace) -> int:
             objects = sum(len(image.objects) for image in raw.images)
             print(f"{split}: {raw.source}: {len(raw.images)} images, {objects} objects")
             print("".join(f"  lost or changed: {line}\n" for line in lines), end="")
-    say_wrote(arguments.out)
+    say_how_to_train(arguments.out)
     print(snippet(raws, kind, arguments.out, images=files), end="")
     return 0
 
@@ -277,8 +278,8 @@ def stats(arguments: argparse.Namespace) -> int:
         print(f"{split}: {dataset.source}" + (f" ({dataset.limited})" if dataset.limited else ""))
     for finding in findings_of(config, sets["train"], sets["val"]):
         print(f"warning: {finding.text}")
-    both = zip(*(overview(counts) for counts in report.values()))
-    print_table(["", *sets], [[what, train, val] for (what, train), (_, val) in both])
+    overviews = zip(*(overview(counts) for counts in report.values()))
+    print_table(["", *sets], [[what, train, val] for (what, train), (_, val) in overviews])
     columns = [f"{what}, {split}" for split in sets for what in ("objects", "images")[not boxes :]]
     print_table(["id", "class", *columns], class_rows([*report.values()], _MOST_CLASSES))
     if arguments.json:
@@ -360,7 +361,7 @@ def split(arguments: argparse.Namespace) -> int:
     )
 
     if arguments.folds:
-        shares = {f"fold{each + 1}": 1 / arguments.folds for each in range(arguments.folds)}
+        shares = {f"fold{fold + 1}": 1 / arguments.folds for fold in range(arguments.folds)}
         wanted = folds_of(arguments.folds)
     else:
         shares = shares_of(arguments.parts)
@@ -389,7 +390,7 @@ def split(arguments: argparse.Namespace) -> int:
 
 
 def anchors(arguments: argparse.Namespace) -> int:
-    """Shows how well anchors fit the training set, and better ones."""
+    """Prints how well the anchors fit the training set, and fitted ones that do better."""
     from ppdist.data.checks.statistics import fit_anchors, refit, sizes_in_input
     from ppdist.data.datasets.build import read_split
     from ppdist.engine.build import build_model
@@ -410,23 +411,23 @@ def anchors(arguments: argparse.Namespace) -> int:
     dataset = read_split(config.data, "train", config.model.num_classes)
     size = config.model.image_size
     wh_N2 = sizes_in_input(dataset, size, config.data.resize)
-    found = fit_anchors(
+    fit = fit_anchors(
         wh_N2, before_LA2, threshold=threshold, generations=arguments.generations, seed=seed
     )
-    print(f"train: {dataset.source}: {found.boxes} boxes in inputs of {size[0]} x {size[1]} pixels")
+    print(f"train: {dataset.source}: {fit.boxes} boxes in inputs of {size[0]} x {size[1]} pixels")
     rows = [
         [what, f"{present:.4f}", f"{fitted:.4f}"]
         for what, present, fitted in (
-            ("best possible recall", found.recall_before, found.recall_after),
-            ("ratio to the best anchor", found.fitness_before, found.fitness_after),
+            ("best possible recall", fit.recall_before, fit.recall_after),
+            ("ratio to the best anchor", fit.fitness_before, fit.fitness_after),
         )
     ]
-    for level, both in enumerate(zip(before_LA2, found.anchors_LA2)):
-        for present_2, fitted_2 in zip(*both):
+    for level, level_anchors in enumerate(zip(before_LA2, fit.anchors_LA2)):
+        for present_2, fitted_2 in zip(*level_anchors):
             rows.append([f"level {level}: width, height", sides(present_2), sides(fitted_2)])
     print_table(["", "present", "fitted"], rows)
     print("to use the fitted ones:\nmodel:\n  anchors:")
-    for fitted_A2 in found.anchors_LA2:
+    for fitted_A2 in fit.anchors_LA2:
         print(f"    - [{', '.join(f'[{sides(fitted)}]' for fitted in fitted_A2)}]")
     if config.model.anchors:
         print("training would keep the present anchors (model.anchors)")

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from ppdist.cli import add_config, parser_of, script_of
+from ppdist.cli import add_config, make_parser, script_words
 from ppdist.common import errors
 from ppdist.common.child import start_here
 from ppdist.common.files import write_text
@@ -38,11 +38,18 @@ from ppdist.launch.topology import LaunchPlan, make_plan, this_machine
 
 Split = Literal["train", "val"]
 _REPORT = "PPDIST_DOCTOR_REPORT"  # set for the ranks: where the first one of a host reports
-_OF_FLEETRUN = ("ips", "host", "start_port", "start_timeout", "selected_gpus", "nproc_per_node")
+_FLEETRUN_OPTIONS = (
+    "ips",
+    "host",
+    "start_port",
+    "start_timeout",
+    "selected_gpus",
+    "nproc_per_node",
+)
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of("doctor", __doc__)
+    parser = make_parser("doctor", __doc__)
     parser.add_argument("--ips", help="all hosts of the run, as for fleetrun")
     parser.add_argument("--host", help="this host's address in --ips, where it cannot be detected")
     parser.add_argument("--start_port", metavar="P", help="as for fleetrun")
@@ -60,7 +67,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     if _REPORT in os.environ:
-        return be_rank(arguments, Path(os.environ[_REPORT]))
+        return check_rank(arguments, Path(os.environ[_REPORT]))
     findings: list[Finding] = []
     report: dict[str, Any] = {}
     try:
@@ -76,7 +83,7 @@ def main() -> int:
 
 
 def look(arguments: argparse.Namespace, findings: list[Finding]) -> dict[str, Any]:
-    """Checks this machine and, with several processes, what they do together.
+    """Checks this machine and, if there are several processes, what they do together.
 
     Prints each finding and appends it to `findings` at once, so that an interrupted check keeps
     those so far.
@@ -105,21 +112,21 @@ def look(arguments: argparse.Namespace, findings: list[Finding]) -> dict[str, An
     failed = any(finding.level == FAIL for finding in findings)
     several = plan is not None and len(plan.hosts) * plan.processes > 1
     if several and not (failed or arguments.quick):
-        found, report = check_together(arguments, options)
-        for finding in found:
+        cluster_findings, report = check_together(arguments, options)
+        for finding in cluster_findings:
             add(finding)
     return report
 
 
 def launch_options(arguments: argparse.Namespace) -> Options:
-    """What fleetrun would make of the same options and the same environment."""
-    words = []
-    for name in _OF_FLEETRUN:
+    """Parses the options as fleetrun would, in the same environment."""
+    options = []
+    for name in _FLEETRUN_OPTIONS:
         value = getattr(arguments, name)
-        words += [] if value is None else [f"--{name}={value}"]
+        options += [] if value is None else [f"--{name}={value}"]
     # What is left over from another launch is a finding of its own.
     environment = {name: os.environ[name] for name in os.environ if name not in STALE_VARIABLES}
-    return parse_options([*words, *script_of("doctor")], environment)
+    return parse_options([*options, *script_words("doctor")], environment)
 
 
 def check_experiment(path: str, overrides: list[str], writes: bool) -> Iterator[Finding]:
@@ -156,8 +163,8 @@ def check_together(
     arguments: argparse.Namespace, options: Options
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Starts this host's processes; returns their findings and measurements."""
-    launcher = [sys.executable, *script_of("launch"), *options.typed]
-    script = [*script_of("doctor"), *(["-c", arguments.config] if arguments.config else [])]
+    launcher = [sys.executable, *script_words("launch"), *options.typed]
+    script = [*script_words("doctor"), *(["-c", arguments.config] if arguments.config else [])]
     script += ["-o", *arguments.override] if arguments.override else []
     folder = Path(tempfile.mkdtemp(prefix="ppdist-doctor-"))
     file, logs = folder / "report.json", folder / "log"
@@ -165,20 +172,20 @@ def check_together(
     code = start_here(command, env={**os.environ, _REPORT: str(file)}).wait()
     if code or not file.exists():  # the logs stay: the messages name them
         remedy = f"its output is above, more of it in {logs}; start the same command on every host"
-        found = f"the processes ended with exit code {code}"
-        return [Finding(FAIL, "together", found, remedy)], {}
+        message = f"the processes ended with exit code {code}"
+        return [Finding(FAIL, "together", message, remedy)], {}
     report = json.loads(file.read_text(encoding="utf-8"))
     shutil.rmtree(folder)
     print("\n".join(format_table(report)), flush=True)
     hosts = len(set(report["hosts"]))
-    found = f"{report['world']} processes on {hosts} host{'s' * (hosts > 1)} agree, and can sum"
-    findings = [Finding("OK", "together", found)]
+    message = f"{report['world']} processes on {hosts} host{'s' * (hosts > 1)} agree, and can sum"
+    findings = [Finding("OK", "together", message)]
     findings += [Finding(WARN, "room", warning) for warning in report["warnings"]]
     return [*findings, *judge_speed(report)], report
 
 
-def be_rank(arguments: argparse.Namespace, report_file: Path) -> int:
-    """What each of the processes does."""
+def check_rank(arguments: argparse.Namespace, report_file: Path) -> int:
+    """Checks this rank against all others and measures the cluster; one per host reports."""
     from ppdist.config.experiment import load_config
     from ppdist.lab.verify.cluster import check_ranks, compare_hosts, measure_cluster
 

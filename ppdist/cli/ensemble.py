@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.cli import add_config, parser_of
+from ppdist.cli import add_config, make_parser
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, share
 from ppdist.lab.ensemble.wbf import IOU
@@ -27,7 +27,7 @@ IMAGES = 2048
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of("ensemble", __doc__)
+    parser = make_parser("ensemble", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="fuse|average")
     add_fuse(commands.add_parser("fuse", help="boxes of several models and sizes as one set"))
     add_average(commands.add_parser("average", help="checkpoints of one architecture as one"))
@@ -41,7 +41,7 @@ def add_fuse(parser: argparse.ArgumentParser) -> None:
                         help="a YAML file and weights (a file, a checkpoint, a run)")
     parser.add_argument("-o", "--override", nargs="+", action="extend", default=[],
                         metavar="KEY=VALUE", help="overrides of keys of all YAML files")
-    parser.add_argument("--scales", type=scales, default=(1.0,), metavar="S,S,...",
+    parser.add_argument("--scales", type=parse_scales, default=(1.0,), metavar="S,S,...",
                         help="input sizes beside model.image_size, such as 0.83,1,1.2 (1)")
     parser.add_argument("--flip", action="store_true", help="look at mirrored images, too")
     parser.add_argument("--iou", type=share, default=IOU,
@@ -65,17 +65,17 @@ def add_average(parser: argparse.ArgumentParser) -> None:
     # fmt: on
 
 
-def scales(text: str) -> tuple[float, ...]:
-    """For `type=` of an option: numbers above 0 with commas between them."""
+def parse_scales(text: str) -> tuple[float, ...]:
+    """Parses numbers from 0.1 to 10 with commas between them, for `type=` of an option."""
     try:
-        found = tuple(float(word) for word in text.split(","))
+        factors = tuple(float(word) for word in text.split(","))
     except ValueError:
-        found = ()
-    if not found or not all(0.1 <= scale <= 10 for scale in found):
+        factors = ()
+    if not factors or not all(0.1 <= scale <= 10 for scale in factors):
         raise argparse.ArgumentTypeError(
             f"expected numbers from 0.1 to 10 with commas between them, found {text!r}"
         )
-    return found
+    return factors
 
 
 def main() -> int:
@@ -100,14 +100,18 @@ def fuse(arguments: argparse.Namespace) -> None:
     dataset = comm.run_on_all_ranks(lambda: fusing.read_common_set(files, configs))
     for line in limits(dataset):
         tell(line)
-    most = max(config.evaluate.max_detections for config in configs)
+    max_detections = max(config.evaluate.max_detections for config in configs)
     members = []
     for config, (_, weights) in zip(configs, models):
         members += members_of_model(config, weights, dataset, arguments)
     fused_R7 = fusing.fuse_members(members, arguments.iou, arguments.keep)
 
     def write() -> None:
-        print(json.dumps(fusing.write_fused(out, dataset, members, fused_R7, most), indent=1))
+        print(
+            json.dumps(
+                fusing.write_fused(out, dataset, members, fused_R7, max_detections), indent=1
+            )
+        )
         tell(f"{len(fused_R7)} boxes of {len(members)} members in {out / 'detections.json'}")
 
     comm.run_on_main(write)
@@ -119,7 +123,7 @@ def members_of_model(
     dataset: "DetectionSet",
     arguments: argparse.Namespace,
 ) -> "list[Member]":
-    """A member for each view of a model; every rank calls it."""
+    """Returns a member for each view of a model.  Collective."""
     from ppdist.distributed import comm
     from ppdist.engine.preflight import fetch_on_all_ranks
     from ppdist.lab.ensemble import fuse as fusing
@@ -130,7 +134,7 @@ def members_of_model(
     def load() -> str:
         return load_all_weights(model, weights, names_for(weights, dataset.class_names))
 
-    model = ready_model(config)
+    model = build_fast_model(config)
     fetch_on_all_ranks(weights)
     if class_note := comm.run_on_all_ranks(load):
         tell(f"{weights}: {class_note}")
@@ -169,7 +173,7 @@ def average(arguments: argparse.Namespace) -> None:
     model_soup.require_different(arguments.weights)
     comm.init(config.device, config.distributed)
     comm.run_on_main(lambda: check_writable(arguments.out))
-    model = ready_model(config)
+    model = build_fast_model(config)
     train_set = comm.run_on_all_ranks(
         lambda: read_split(config.data, "train", config.model.num_classes)
     )
@@ -194,19 +198,19 @@ def average(arguments: argparse.Namespace) -> None:
     comm.run_on_main(write)
 
 
-def ready_model(config: "ExperimentConfig") -> "ImageModel":
-    """The model of a configuration, fast on CPU; every rank calls it."""
+def build_fast_model(config: "ExperimentConfig") -> "ImageModel":
+    """Builds the configured model and enables the oneDNN layers on CPU.  Collective."""
     from ppdist.engine.build import build_model, speed_up_cpu
 
     model = build_model(config)
-    slow = speed_up_cpu(config, [model])
-    if slow:
-        tell(slow)
+    notice = speed_up_cpu(config, [model])
+    if notice:
+        tell(notice)
     return model
 
 
 def tell(text: str) -> None:
-    """On rank 0 alone."""
+    """Prints a line on rank 0 only."""
     from ppdist.distributed import comm
 
     if comm.is_main():

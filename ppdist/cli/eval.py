@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import OR_OF_WEIGHTS, add_data, config_of, parser_of, print_table
+from ppdist.cli import OR_OF_WEIGHTS, add_data, load_config_of, make_parser, print_table
 from ppdist.common import errors, process
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of("eval", __doc__)
+    parser = make_parser("eval", __doc__)
     add_data(parser, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", required=True,
                         help="weight file, checkpoint, or name of published weights")  # fmt: skip
@@ -43,7 +43,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    bound = read_bound(arguments.at_least)
+    target = read_bound(arguments.at_least)
     from ppdist.common.files import make_folder, make_parent, write_json
     from ppdist.common.records import step_of
     from ppdist.data.datasets.build import has_objects
@@ -66,48 +66,48 @@ def main() -> int:
 
     ready = prepare_evaluation(
         config, Path(arguments.weights), split=arguments.split, prepare=prepare,
-        annotated=not arguments.save_detections or bool(bound),
+        annotated=not arguments.save_detections or bool(target),
     )  # fmt: skip
     evaluator = ready.evaluator
     for note in ready.notes if comm.is_main() else ():
         process.say(f"ppdist: {note}")
-    if bound:
-        require_metric(bound[0], evaluator.metrics)
-    found: Any = evaluator.predict(ready.model)  # boxes, or a ranking: as the evaluator takes them
+    if target:
+        require_metric(target[0], evaluator.metrics)
+    predictions: Any = evaluator.predict(ready.model)  # boxes, or a ranking of classes
 
     section = getattr(config.data, arguments.split)
 
     def report() -> dict[str, float]:
         if not has_objects(ready.dataset):  # images of a challenge
-            evaluator.save(arguments.save_detections, found)
-            what = f"{ready.dataset.source} has no annotated objects, so nothing was measured"
-            process.say(f"ppdist: {what}; wrote {arguments.save_detections}")
+            evaluator.save(arguments.save_detections, predictions)
+            reason = f"{ready.dataset.source} has no annotated objects, so nothing was measured"
+            process.say(f"ppdist: {reason}; wrote {arguments.save_detections}")
             return {}
-        metrics = evaluator.measure(found)
+        metrics = evaluator.measure(predictions)
         step = step_of(Path(arguments.weights))
-        analysis = analyse(evaluator.scored, found, step, config.evaluate.max_detections)
+        analysis = analyse(evaluator.scored, predictions, step, config.evaluate.max_detections)
         if arguments.json:
             keys = {"images", "left_out", "duplicate_boxes"}  # the last of a detector
-            on = {key: value for key, value in analysis.items() if key in keys}
-            on |= {"split": arguments.split, "limit": section.limit}
-            write_json(arguments.json, {**metrics, **on})
+            extra = {key: value for key, value in analysis.items() if key in keys}
+            extra |= {"split": arguments.split, "limit": section.limit}
+            write_json(arguments.json, {**metrics, **extra})
         if arguments.save_detections:
-            evaluator.save(arguments.save_detections, found)
+            evaluator.save(arguments.save_detections, predictions)
         if arguments.out:
-            write_out(arguments.out, analysis, evaluator, found, config.data, section)
+            write_out(arguments.out, analysis, evaluator, predictions, config.data, section)
         show(metrics, analysis)
         return metrics
 
     metrics = comm.run_on_main(report)
-    if bound:
-        judge(*bound, metrics)
+    if target:
+        judge(*target, metrics)
     return 0
 
 
 def config_for(arguments: argparse.Namespace) -> "ExperimentConfig":
-    """The configuration of -c or the weights, with DATA and -o."""
+    """Loads the configuration of -c or of the weights, applied to DATA, then applies -o."""
     if not arguments.data:
-        return config_of(arguments, needs_data=True)
+        return load_config_of(arguments, needs_data=True)
     from ppdist.config.experiment import changed, load_config
     from ppdist.engine.recipe import with_data
     from ppdist.models.model_card import config_of_weights
@@ -125,9 +125,9 @@ def config_for(arguments: argparse.Namespace) -> "ExperimentConfig":
 
 
 def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
-    """Prints the metrics, and below them those of the classes.
+    """Prints the metrics, and below them those of each class.
 
-    Args: metrics: -1 where there is no such object, which is shown as a dash.
+    Args: metrics: -1 where there is no such object, printed as a dash.
     """
     from ppdist.metrics.analysis import class_table
     from ppdist.metrics.scored import duplicates_line
@@ -140,10 +140,12 @@ def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
     images, left_out = analysis["images"], len(analysis["left_out"])
     unread = f" of {images + left_out} images: {left_out} could not be read"
     print(f"{images}{unread if left_out else ' images'}")
-    if repeated := analysis.get("duplicate_boxes"):
-        print(duplicates_line(repeated))
-    whole = {name: value for name, value in metrics.items() if "/" not in name}  # not of a class
-    print_table(["metric", "value"], [(name, shown(value)) for name, value in whole.items()])
+    if duplicates := analysis.get("duplicate_boxes"):
+        print(duplicates_line(duplicates))
+    overall = {
+        name: value for name, value in metrics.items() if "/" not in name
+    }  # without those of classes
+    print_table(["metric", "value"], [(name, shown(value)) for name, value in overall.items()])
     print(class_table(analysis))
 
 
@@ -151,23 +153,23 @@ def write_out(
     folder: Path,
     analysis: dict[str, Any],
     evaluator: "Evaluator | ClassificationEvaluator",
-    found: Any,
+    predictions: Any,
     data: "DataConfig",
     split: "SplitConfig",
 ) -> None:
-    """Everything there is to say about what `evaluator.predict` found."""
+    """Writes evaluation.json, detections.json and the plots of the detections in `predictions`."""
     from ppdist.common.files import write_json
     from ppdist.viz.run_plots import draw_run
 
     write_json(folder / "evaluation.json", analysis)
-    evaluator.save(folder / "detections.json", found)
+    evaluator.save(folder / "detections.json", predictions)
     root = Path(data.root)
     draw_run(folder, image_folders=[root, *(root / name for name in split.image_folders)])
     process.say(f"ppdist: wrote {folder}")
 
 
 def read_bound(at_least: str | None) -> tuple[str, float] | None:
-    """(metric, least value) of --at-least; None without one."""
+    """Parses --at-least into (metric, minimum); None without it."""
     if at_least is None:
         return None
     name, _, value = at_least.partition("=")

@@ -15,7 +15,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of, folder_for, parser_of
+from ppdist.cli import OR_OF_WEIGHTS, add_config, default_folder, load_config_of, make_parser
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, share
 from ppdist.config.export import CALIBRATION, INT8_LOSS, ExportOptions
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of("export", __doc__)
+    parser = make_parser("export", __doc__)
     add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("--out", type=Path, metavar="DIR",
@@ -65,7 +65,7 @@ def main() -> int:
     from ppdist.export.run import export_weights
 
     formats = formats_of(arguments)
-    config = config_of(arguments)
+    config = load_config_of(arguments)
     if config.model.task == "classify" and arguments.without_nms:
         raise errors.ConfigError(
             "--without-nms only applies to detectors",
@@ -85,7 +85,7 @@ def main() -> int:
         int8_loss=INT8_LOSS if arguments.int8_loss is None else arguments.int8_loss,
     )
     names = read_names(arguments.class_names) if arguments.class_names else ()
-    out = arguments.out or folder_for(Path(arguments.weights), "export")
+    out = arguments.out or default_folder(Path(arguments.weights), "export")
     report = export_weights(
         config, build_model(config), Path(arguments.weights), out, options, process.warn, names
     )
@@ -96,10 +96,11 @@ def main() -> int:
     return 0
 
 
-# Formats of others, by all that they are called: what makes them of model.onnx (docs/deploy.md).
-_WHOLE = "--format onnx"
+# Formats of other tools by all their names: (options of our export, the tool that converts
+# model.onnx); see docs/deploy.md.
+_WITH_NMS = "--format onnx"
 _PLAIN = "--format onnx --without-nms --fixed-batch --fixed-size"
-ROADS: dict[tuple[str, ...], tuple[str, str]] = {
+CONVERSIONS: dict[tuple[str, ...], tuple[str, str]] = {
     ("engine", "tensorrt", "trt"): (
         _PLAIN, "trtexec --onnx=model.onnx --saveEngine=model.engine --fp16",
     ),
@@ -111,7 +112,7 @@ ROADS: dict[tuple[str, ...], tuple[str, str]] = {
     ("ncnn", "pnnx"): (_PLAIN, "pnnx model.onnx"),
     ("rknn",): (_PLAIN, "rknn-toolkit2: load_onnx, build, export_rknn"),
     ("mnn",): (_PLAIN, "MNNConvert -f ONNX --modelFile model.onnx --MNNModel model.mnn"),
-    ("xml", "ir"): (_WHOLE, "ovc model.onnx"),
+    ("xml", "ir"): (_WITH_NMS, "ovc model.onnx"),
 }  # fmt: skip
 
 
@@ -120,13 +121,15 @@ def formats_of(arguments: argparse.Namespace) -> "list[Format]":
 
     wanted = [word.strip() for word in arguments.format.split(",")]
     unknown = [word for word in wanted if word not in FORMATS]
-    road = next((each for names, each in ROADS.items() if {*unknown} & {*names}), None)
-    if road:
+    conversion = next(
+        (conversion for names, conversion in CONVERSIONS.items() if {*unknown} & {*names}), None
+    )
+    if conversion:
         raise errors.ConfigError(
             f"ppdist does not write {unknown[0]!r}; convert it from model.onnx",
             code="format_of_others",
             where="--format",
-            fix=f"`ppdist export -w {arguments.weights} {road[0]}`, then {road[1]} "
+            fix=f"`ppdist export -w {arguments.weights} {conversion[0]}`, then {conversion[1]} "
             "(docs/deploy.md, Which runtime reads which file)",
         )
     if unknown:
@@ -166,14 +169,16 @@ def tell(report: "ExportReport") -> None:
         if section.max_box_error is not None:
             line += f", boxes within {section.max_box_error:.1e} px"
         if section.sample is not None:
-            found = section.sample
-            line += f"; mAP {found.mAP:.4f} on {found.images} images, eager {found.mAP_eager:.4f}"
+            sample = section.sample
+            line += (
+                f"; mAP {sample.mAP:.4f} on {sample.images} images, eager {sample.mAP_eager:.4f}"
+            )
         print(line)
     if spec.earlier:
         print(f"{', '.join(spec.earlier)}: left as an earlier export wrote it")
     print(f"{report.directory}: {report.megabytes:.1f} MB, {report.seconds:.0f} s")
-    use = f"ppdist predict --model {report.directory} --source images/ --out predictions"
-    print(f"to use it: {use}")
+    command = f"ppdist predict --model {report.directory} --source images/ --out predictions"
+    print(f"to use it: {command}")
 
 
 def show_graph(weights: Path, report: "ExportReport") -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ppdist.cli import parser_of, print_table
+from ppdist.cli import make_parser, print_table
 from ppdist.common.arguments import at_least
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_parent, write_json
@@ -32,15 +32,15 @@ from ppdist.lab.planner.fit import (
 )
 from ppdist.lab.planner.model import Cluster, Job, Link, Prediction, clusters_up_to, predict
 
-# What is assumed of cards where nothing says it; each use is listed with its source.
+# Assumed where nothing measured says otherwise; every use is listed with its source.
 JITTER, PARALLEL_MS = 0.096, 12.2  # fitted to YOLOv5l on A100 (test_model_published.py)
 _OVERLAP = 0.9
 _HOP_SECONDS = 15e-6  # between hosts: a small all-reduce over 4 hosts takes some 60 us
-_MISSED = 0.005  # of a row's seconds: worth saying
+_NOTABLE_ERROR = 0.005  # relative error of a fitted row that is worth a note
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of("plan", __doc__)
+    parser = make_parser("plan", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     predicting = commands.add_parser("predict", help="a training on HOSTSxCARDS")
     fitting = commands.add_parser("fit", help="the numbers of a step from measured rows")
@@ -48,27 +48,28 @@ def parse() -> argparse.Namespace:
     for command in (predicting, fitting):
         command.add_argument("--benchmark", type=Path, nargs="+", default=[], metavar="FILE",
                              help="JSON of ppdist benchmark train, scaling, loader")
-        command.add_argument("--rows", type=row, nargs="+", default=[], metavar="CARDSxBATCH=MS",
+        command.add_argument("--rows", type=cards_row, nargs="+", default=[],
+                             metavar="CARDSxBATCH=MS",
                              help="milliseconds of a step on so many cards with so many images "
                              "each, on one host, such as 1x16=169 2x16=192")
         command.add_argument("--json", type=Path, metavar="FILE", help="write it as JSON as well")
-    predicting.add_argument("--cards", type=hosts_and_cards, required=True, metavar="HOSTSxCARDS",
+    predicting.add_argument("--cards", type=cluster_size, required=True, metavar="HOSTSxCARDS",
                             help="such as 4x8; 8 is one host of 8")
     predicting.add_argument("--doctor", type=Path, metavar="FILE",
                             help="JSON of ppdist doctor on all hosts: the link between them")
-    predicting.add_argument("--link-gbits", type=positive, help="between hosts, Gb/s")
+    predicting.add_argument("--link-gbits", type=above_zero, help="between hosts, Gb/s")
     predicting.add_argument("--batch", type=at_least(1),
                             help="images of a card (as in the rows, if they all agree)")
-    predicting.add_argument("--parameters", type=positive, metavar="MILLIONS",
+    predicting.add_argument("--parameters", type=above_zero, metavar="MILLIONS",
                             help="of the model, where no report says it")
     predicting.add_argument("--images", type=at_least(1), default=0, help="of the training set")
-    predicting.add_argument("--epochs", type=positive, default=0.0)
+    predicting.add_argument("--epochs", type=above_zero, default=0.0)
     # fmt: on
     return parser.parse_args()
 
 
-def positive(text: str) -> float:
-    """For `type=` of an option: a number above 0."""
+def above_zero(text: str) -> float:
+    """Parses a number above 0, for `type=` of an option."""
     try:
         value = float(text)
     except ValueError:
@@ -78,8 +79,8 @@ def positive(text: str) -> float:
     return value
 
 
-def hosts_and_cards(text: str) -> tuple[int, int]:
-    """For `type=` of an option: HOSTSxCARDS, or the cards of one host."""
+def cluster_size(text: str) -> tuple[int, int]:
+    """Parses HOSTSxCARDS, or the cards of one host, for `type=` of an option."""
     parts = text.lower().split("x")
     if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(
@@ -88,8 +89,8 @@ def hosts_and_cards(text: str) -> tuple[int, int]:
     return (int(parts[0]), int(parts[1])) if len(parts) == 2 else (1, int(parts[0]))
 
 
-def row(text: str) -> Row:
-    """For `type=` of an option: CARDSxBATCH=MILLISECONDS."""
+def cards_row(text: str) -> Row:
+    """Parses CARDSxBATCH=MILLISECONDS, for `type=` of an option."""
     shape, _, milliseconds = text.partition("=")
     cards, _, batch = shape.partition("x")
     try:
@@ -123,7 +124,7 @@ def main() -> int:
 
 
 def run_predict(arguments: argparse.Namespace, measured: Measured) -> dict[str, Any]:
-    job, cluster, assumed = question(arguments, measured)
+    job, cluster, assumed = describe_job(arguments, measured)
     predictions = [predict(job, smaller) for smaller in clusters_up_to(cluster)]
     heads = ["cards", "batch", "step ms", "limit", "img/s", "efficiency", "hours", "GPU-hours"]
     print_table(heads, map(columns, predictions))
@@ -180,13 +181,15 @@ def run_fit(arguments: argparse.Namespace, measured: Measured) -> dict[str, Any]
     return {**asdict(fitted), "errors": [fitted.error(row) for row in fitted.rows]}
 
 
-# What `predict` was asked: measured, given or assumed.
+# The input of `predict`: measured, given or assumed.
 
 
-def question(arguments: argparse.Namespace, measured: Measured) -> tuple[Job, Cluster, list[str]]:
-    """Returns the training, the cluster, and what was assumed.
+def describe_job(
+    arguments: argparse.Namespace, measured: Measured
+) -> tuple[Job, Cluster, list[str]]:
+    """Returns the training, the cluster, and a list of what was assumed.
 
-    Raises: ConfigError: what cannot be assumed is missing.
+    Raises: ConfigError: a number is missing that cannot be assumed.
     """
     batches = {row.batch for row in measured.rows}
     if not arguments.batch and len(batches) > 1:
@@ -212,7 +215,7 @@ def question(arguments: argparse.Namespace, measured: Measured) -> tuple[Job, Cl
         images=arguments.images,
         epochs=arguments.epochs,
     )
-    fitted = fitted_step(measured.rows, cluster, assumed)
+    fitted = fit_step(measured.rows, cluster, assumed)
     if job.batch not in batches and "fixed" not in fitted.parameters:
         assumed.append(f"a step's time grows with its images, to {job.batch} a card")
     return (
@@ -249,8 +252,8 @@ def cluster_of(arguments: argparse.Namespace, assumed: list[str]) -> Cluster:
     return Cluster(hosts, cards, across)
 
 
-def fitted_step(rows: Sequence[Row], cluster: Cluster, assumed: list[str]) -> Fit:
-    """Fits the step and records its assumptions."""
+def fit_step(rows: Sequence[Row], cluster: Cluster, assumed: list[str]) -> Fit:
+    """Fits the step-time model and appends what it assumed to `assumed`."""
     identified = identifiable(rows)
     several = cluster.size > 1 or all(row.cards > 1 for row in rows)
     jitter = parallel = None
@@ -262,7 +265,7 @@ def fitted_step(rows: Sequence[Row], cluster: Cluster, assumed: list[str]) -> Fi
         assumed.append(f"data parallel {1000 * parallel:g} ms a step: rows on 1 and 2 cards")
     fitted = fit(rows, jitter, parallel)
     worst = max(fitted.rows, key=lambda row: abs(fitted.error(row)))
-    if abs(fitted.error(worst)) > _MISSED:
+    if abs(fitted.error(worst)) > _NOTABLE_ERROR:
         assumed.append(
             "rows that do not quite agree with each other or with what was given: "
             f"{worst.cards}x{worst.batch} comes out {100 * fitted.error(worst):+.1f} % off"

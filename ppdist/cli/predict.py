@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of, folder_for, parser_of
+from ppdist.cli import OR_OF_WEIGHTS, add_config, default_folder, load_config_of, make_parser
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least
 from ppdist.common.signals import INTERRUPTED, forget_interrupt
@@ -33,13 +33,13 @@ _BATCH, _OVERLAP, _SMALLEST_SLICE = 8, 0.2, 32
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of("predict", __doc__)
+    parser = make_parser("predict", __doc__)
     add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", help="weight file, checkpoint, or published name")
     parser.add_argument("--model", type=Path, metavar="DIR",
                         help="an exported model, or the one file of it that is to run, instead of "
                         "-c and -w")  # fmt: skip
-    parser.add_argument("--backend", type=_backend, choices=["paddle", "onnx", "openvino"],
+    parser.add_argument("--backend", type=known_runtime, choices=["paddle", "onnx", "openvino"],
                         help="what runs --model (default: on the CPU the fastest that is installed "
                         "and that the export was checked in)")  # fmt: skip
     parser.add_argument("--bfloat16", action="store_true",
@@ -80,8 +80,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _backend(word: str) -> str:
-    """A runtime for exports."""
+def known_runtime(word: str) -> str:
+    """Checks the name of a runtime for exports; for `type=` of an option."""
     if word == "tensorrt":
         raise argparse.ArgumentTypeError(
             "tensorrt is no longer run: give model.onnx to `trtexec` (docs/deploy.md)"
@@ -91,11 +91,12 @@ def _backend(word: str) -> str:
 
 def main() -> int:
     arguments = parse()
+    # Everything that can be refused is refused before Paddle is imported and the model is read.
     formats = formats_of(arguments)
-    require_sense(arguments)
+    require_valid_options(arguments)
     if arguments.out is None:
-        made_by = Path(arguments.model or arguments.weights or "")
-        arguments.out = folder_for(made_by, "predictions")
+        model_path = Path(arguments.model or arguments.weights or "")
+        arguments.out = default_folder(model_path, "predictions")
     from ppdist.common.files import make_folder
     from ppdist.predict.results import (
         FILES,
@@ -116,23 +117,23 @@ def main() -> int:
             require_own_folder(arguments.out, root)
     sources = expand(arguments.source, leave_out=arguments.out)
     names = [source.name for source in sources]
-    films = [source.name for source in sources if source.is_video]
-    pictures = [] if arguments.no_pictures else picture_names(names, films)
-    places = {**FOLDERS, "csv": TABLE}
-    more = [places[kind] for kind in formats if kind in places]
-    require_no_foreign_files(arguments.out, [*pictures, *more])
+    videos = [source.name for source in sources if source.is_video]
+    pictures = [] if arguments.no_pictures else picture_names(names, videos)
+    result_paths = {**FOLDERS, "csv": TABLE}
+    written_paths = [result_paths[kind] for kind in formats if kind in result_paths]
+    require_no_foreign_files(arguments.out, [*pictures, *written_paths])
     if arguments.track:
-        require_films(arguments, films)
+        require_videos(arguments, videos)
         require_tracker()
-    model = of_weights(arguments) if arguments.model is None else of_export(arguments)
+    model = load_from_weights(arguments) if arguments.model is None else load_from_export(arguments)
     spec = model.spec
     if spec.task == "classify":
-        require_boxes_unasked(arguments, formats)
-    predict = predict_of(model, arguments)
-    choice = None if spec.task == "classify" else wanted_of(model, arguments)
+        refuse_box_options(arguments, formats)
+    predict = with_options(model, arguments)
+    choice = None if spec.task == "classify" else choose_boxes(model, arguments)
     require_no_foreign_files(arguments.out, [FILES[spec.task]])
     make_folder(arguments.out)
-    drawn = Pictures(arguments.out, dict(zip(names, pictures)))
+    picture_writer = Pictures(arguments.out, dict(zip(names, pictures)))
     unreadable: list[str] = []
 
     def complain(reason: str) -> None:
@@ -143,20 +144,21 @@ def main() -> int:
         for source in sources:
             yield from frames_of(source, complain)
 
+    # A batch of a camera would show its first frame only when the last has come.
     live = any(source.is_live for source in sources)
-    found = predictions(predict, frames(), 1 if live else arguments.batch)
+    frame_predictions = predictions(predict, frames(), 1 if live else arguments.batch)
     results: Results
     if spec.task == "classify":
-        results = Classes(arguments.out, spec, drawn)
+        results = Classes(arguments.out, spec, picture_writer)
     else:
-        results = Objects(arguments.out, spec, drawn, formats)
-    add, tell = noting(results, choice, arguments.track)
+        results = Objects(arguments.out, spec, picture_writer, formats)
+    add, describe = make_recorder(results, choice, arguments.track)
     stopped = False
     try:
-        for name, pairs in itertools.groupby(found, key=lambda pair: pair[0].name):
-            said = tell([add(frame, rows) for frame, rows in pairs])
-            if said:
-                print(process.printable(f"{name}: {said}"), flush=True)
+        for name, pairs in itertools.groupby(frame_predictions, key=lambda pair: pair[0].name):
+            summary = describe([add(frame, rows) for frame, rows in pairs])
+            if summary:
+                print(process.printable(f"{name}: {summary}"), flush=True)
     except KeyboardInterrupt:
         stopped = not live  # a camera has no other end
         if stopped and not results.images:
@@ -178,32 +180,34 @@ def main() -> int:
     return INTERRUPTED if stopped else 0
 
 
-def noting(
+def make_recorder(
     results: "Results", choice: "Wanted | None", track: bool
 ) -> "tuple[Callable[[Frame, Any], Any], Callable[[list[Any]], str]]":
-    """A function that adds a frame's detections, and one that describes them."""
+    """Returns a function that adds the detections of a frame to the results, and one that describes
+    the detections of a source in a line.
+    """
     from ppdist.predict.model import detections
     from ppdist.predict.results import Classes, Objects
-    from ppdist.predict.tracking import following
+    from ppdist.predict.tracking import make_follower
 
     if isinstance(results, Classes):
-        return results.add, results.said
+        return results.add, results.summary
     assert isinstance(results, Objects)
     assert choice is not None
-    follow = following(choice.threshold) if track else lambda frame, found: found
+    follow = make_follower(choice.threshold) if track else lambda frame, detected: detected
 
     def add(frame: "Frame", rows_R6: Any) -> "list[Detection]":
-        results.note_highest(frame, choice.of_classes(rows_R6))
-        found = detections(frame, choice.of(rows_R6), results.spec)
-        found = follow(frame, found)
-        results.add(frame, found)
-        return list(found)
+        results.record_highest(frame, choice.of_classes(rows_R6))
+        detected = detections(frame, choice.of(rows_R6), results.spec)
+        detected = follow(frame, detected)
+        results.add(frame, detected)
+        return list(detected)
 
-    return add, results.said
+    return add, results.summary
 
 
-def wanted_of(model: "LoadedModel", arguments: argparse.Namespace) -> "Wanted":
-    """Which boxes to keep; prints the threshold if it is a default."""
+def choose_boxes(model: "LoadedModel", arguments: argparse.Namespace) -> "Wanted":
+    """Decides which boxes to keep; prints the threshold if it is a default."""
     from ppdist.predict.model import wanted
 
     choice = wanted(model.spec, arguments.threshold, arguments.classes, process.warn)
@@ -212,16 +216,16 @@ def wanted_of(model: "LoadedModel", arguments: argparse.Namespace) -> "Wanted":
     return choice
 
 
-def predict_of(model: "LoadedModel", arguments: argparse.Namespace) -> "Predict":
-    """The model with --iou and --slice applied."""
+def with_options(model: "LoadedModel", arguments: argparse.Namespace) -> "Predict":
+    """Wraps the model so that it applies --iou and --slice."""
     from ppdist.predict.model import with_iou
-    from ppdist.predict.slicing import sliced
+    from ppdist.predict.slicing import with_slices
 
     predict = model if arguments.iou is None else with_iou(model, arguments.iou)
     if not arguments.slice:
         return predict
     overlap = _OVERLAP if arguments.overlap is None else arguments.overlap
-    return sliced(predict, arguments.slice, overlap, arguments.batch)
+    return with_slices(predict, arguments.slice, overlap, arguments.batch)
 
 
 def formats_of(arguments: argparse.Namespace) -> Sequence[str]:
@@ -236,8 +240,11 @@ def formats_of(arguments: argparse.Namespace) -> Sequence[str]:
     return wanted
 
 
-def require_sense(arguments: argparse.Namespace) -> None:
-    """Raises: ConfigError: options that make no sense, alone or together."""
+def require_valid_options(arguments: argparse.Namespace) -> None:
+    """Checks options against each other.
+
+    Raises: ConfigError: a value is out of range, or two options exclude each other.
+    """
     for name, value in (("threshold", arguments.threshold), ("iou", arguments.iou)):
         if value is not None and not 0 <= value <= 1:
             raise errors.ConfigError(
@@ -253,9 +260,12 @@ def require_sense(arguments: argparse.Namespace) -> None:
         )
 
 
-def require_films(arguments: argparse.Namespace, films: Sequence[str]) -> None:
-    """Raises: ConfigError: there is nothing to follow objects through."""
-    if not films:
+def require_videos(arguments: argparse.Namespace, videos: Sequence[str]) -> None:
+    """Checks that --track has a video to follow objects through.
+
+    Raises: ConfigError: there is none.
+    """
+    if not videos:
         raise errors.ConfigError(
             "--track follows objects through the frames of a video; none is in --source",
             code="options_conflict",
@@ -264,8 +274,11 @@ def require_films(arguments: argparse.Namespace, films: Sequence[str]) -> None:
         )
 
 
-def require_boxes_unasked(arguments: argparse.Namespace, formats: Sequence[str]) -> None:
-    """Raises: ConfigError: an option for boxes with a classifier."""
+def refuse_box_options(arguments: argparse.Namespace, formats: Sequence[str]) -> None:
+    """Refuses the options that a classifier has no use for.
+
+    Raises: ConfigError: one of them was given.
+    """
     asked = {
         "--threshold": arguments.threshold is not None,
         "--classes": arguments.classes is not None,
@@ -274,8 +287,8 @@ def require_boxes_unasked(arguments: argparse.Namespace, formats: Sequence[str])
         "--track": arguments.track,
         f"--format {arguments.format}": bool({*formats} - {"coco"}),
     }
-    for option, there in asked.items():
-        if there:
+    for option, is_given in asked.items():
+        if is_given:
             raise errors.ConfigError(
                 f"{option} only applies to detectors",
                 code="options_conflict",
@@ -283,8 +296,8 @@ def require_boxes_unasked(arguments: argparse.Namespace, formats: Sequence[str])
             )
 
 
-def of_weights(arguments: argparse.Namespace) -> "LoadedModel":
-    """The eager model."""
+def load_from_weights(arguments: argparse.Namespace) -> "LoadedModel":
+    """Loads the model of -w, which runs eagerly."""
     if not arguments.weights:
         raise errors.ConfigError(
             "give -w WEIGHTS, or --model DIR (an export)", code="option_missing"
@@ -303,17 +316,19 @@ def of_weights(arguments: argparse.Namespace) -> "LoadedModel":
     from ppdist.distributed import comm
     from ppdist.predict.model import load_weights
 
-    config = config_of(arguments)
+    config = load_config_of(arguments)
     if config.model.task == "classify":
-        require_boxes_unasked(arguments, formats_of(arguments))
+        refuse_box_options(arguments, formats_of(arguments))
     comm.init(config.device, config.distributed)
     comm.keep_freed_memory()
-    alone = not arguments.config
-    return load_weights(config, Path(arguments.weights), process.warn, names_alone=alone)
+    config_of_weights = not arguments.config
+    return load_weights(
+        config, Path(arguments.weights), process.warn, names_alone=config_of_weights
+    )
 
 
-def are_weights(path: Path) -> bool:
-    """Whether -w takes it: run, checkpoint, weight file or published name."""
+def is_weights(path: Path) -> bool:
+    """Returns True if -w would take this path: a run, checkpoint, weight file or published name."""
     from ppdist.models.weights import checkpoint_of
     from ppdist.models.zoo import is_name
 
@@ -321,8 +336,8 @@ def are_weights(path: Path) -> bool:
     return of_run or path.suffix.lower() in _WEIGHTS or is_name(str(path))
 
 
-def of_export(arguments: argparse.Namespace) -> "LoadedModel":
-    """The exported model."""
+def load_from_export(arguments: argparse.Namespace) -> "LoadedModel":
+    """Loads the exported model of --model."""
     if arguments.config or arguments.weights or arguments.override:
         raise errors.ConfigError(
             "--model takes everything from its infer.yml",
@@ -342,7 +357,7 @@ def of_export(arguments: argparse.Namespace) -> "LoadedModel":
         raise errors.ConfigError("--int8 and --bfloat16: choose one", code="options_conflict")
     from ppdist.predict.model import export_folder, load_export
 
-    if export_folder(arguments.model) is None and are_weights(arguments.model):
+    if export_folder(arguments.model) is None and is_weights(arguments.model):
         raise errors.ConfigError(
             "--model takes an export, but these are weights",
             code="weights_not_export",
@@ -354,5 +369,5 @@ def of_export(arguments: argparse.Namespace) -> "LoadedModel":
         precision = "int8" if arguments.int8 else "bfloat16"
     model = load_export(arguments.model, arguments.backend, threads, precision)
     if model.spec.task == "classify":
-        require_boxes_unasked(arguments, formats_of(arguments))
+        refuse_box_options(arguments, formats_of(arguments))
     return model

@@ -12,11 +12,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from ppdist.cli import parser_of
+from ppdist.cli import make_parser
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of("report", __doc__)
+    parser = make_parser("report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument(
         "--out", type=Path, metavar="FILE",

@@ -23,7 +23,7 @@ from ppdist.cli import (
     RECIPE,
     add_config,
     command_line,
-    parser_of,
+    make_parser,
     print_table,
     require_one_source,
 )
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of("train", __doc__)
+    parser = make_parser("train", __doc__)
     parser.add_argument("data", nargs="?", metavar="DATA", help="a data.yaml or a folder")
     add_config(parser, required=False)
     fitted = parser.add_argument_group("with DATA (with -c these are keys of the configuration)")
@@ -48,17 +48,17 @@ def parse() -> argparse.Namespace:
         "--model", metavar="NAME",
         help="a shipped recipe: ppyoloe_plus_s, yolov5n, ... (ppdist config list)",
     )  # fmt: skip
-    fitted.add_argument("--epochs", type=_epochs, metavar="N|+N",
+    fitted.add_argument("--epochs", type=_parse_epochs, metavar="N|+N",
                         help="passes over the training images (default: depends on their number); "
                         "with --resume RUN: the new total, or +N more")  # fmt: skip
-    fitted.add_argument("--batch", type=_batch, metavar="N", help="images per card, as "
+    fitted.add_argument("--batch", type=_parse_batch, metavar="N", help="images per card, as "
                         "train.batch_size_per_card, or auto; the rate follows the total of all "
                         "cards (as the recipe)")  # fmt: skip
     fitted.add_argument(
         "--weights", metavar="NAME|FILE", help="start from these, as model.pretrained",
         type=lambda text: text or None,  # '' of YOLOv5: from scratch
     )  # fmt: skip
-    fitted.add_argument("--image-size", type=_side, nargs="+", metavar="N",
+    fitted.add_argument("--image-size", type=_parse_side, nargs="+", metavar="N",
                         help="pixels: one number is a square, two are height and width (as the "
                         "recipe)")  # fmt: skip
     parser.add_argument(
@@ -80,7 +80,7 @@ def parse() -> argparse.Namespace:
         "--resume-changed", action="store_true",
         help="with --resume: continue although settings changed that change what is learned",
     )  # fmt: skip
-    # What a fleetrun asks that comes back to its job, before it joins.
+    # A fleetrun that rejoins its job asks for these before it joins.
     parser.add_argument("--digests", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.resume_changed and arguments.resume is None:
@@ -93,13 +93,13 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def _epochs(text: str) -> int | str:
-    """A number, or `+50` as it is."""
+def _parse_epochs(text: str) -> int | str:
+    """Parses a number of epochs; `+50` stays as it is."""
     number = at_least(1)(text.removeprefix("+"))
     return f"+{number}" if text.startswith("+") else number
 
 
-def _batch(text: str) -> int | str:
+def _parse_batch(text: str) -> int | str:
     if text != "auto" and not text.isdecimal():
         raise argparse.ArgumentTypeError(
             f"expected a whole number, 1 or more, or auto (what fits into memory), found {text!r}"
@@ -107,7 +107,7 @@ def _batch(text: str) -> int | str:
     return text if text == "auto" else at_least(1)(text)
 
 
-def _side(text: str) -> int:
+def _parse_side(text: str) -> int:
     if re.fullmatch(r"\d+ ?[,x] ?\d+", text):
         height, width = re.findall(r"\d+", text)
         raise argparse.ArgumentTypeError(
@@ -116,7 +116,7 @@ def _side(text: str) -> int:
     return at_least(32)(text)
 
 
-_FITTED = {
+_DATA_OPTIONS = {
     "model": "choose it by -c {}",
     "epochs": "-o train.epochs={}",
     "batch": "-o train.batch_size_per_card={}",
@@ -126,13 +126,16 @@ _FITTED = {
 
 
 def _check_source(arguments: argparse.Namespace) -> None:
-    """DATA with its options, -c, or --resume RUN alone.  Raises: ConfigError."""
+    """Requires DATA with its options, -c, or --resume RUN alone.
+
+    Raises: ConfigError: the options do not go together.
+    """
     word = arguments.resume
     if word and word != "auto" and not (arguments.data or arguments.config):  # a run to continue
-        given = [name for name in _FITTED if name != "epochs" and getattr(arguments, name)]
+        given = [name for name in _DATA_OPTIONS if name != "epochs" and getattr(arguments, name)]
         if given:
             raise ConfigError(
-                f"{_options(given)} needs DATA; it does not work with --resume RUN",
+                f"{_join_options(given)} needs DATA; it does not work with --resume RUN",
                 code="options_conflict",
                 where=f"train --resume {arguments.resume}",
                 fix="leave it out: a resumed run keeps its own settings",
@@ -146,14 +149,17 @@ def _check_source(arguments: argparse.Namespace) -> None:
             where=f"train {arguments.data}",
             fix="name a recipe: --model ppyoloe_plus_s, --model yolov5n, ... (ppdist config list)",
         )
-    given = [name for name in _FITTED if getattr(arguments, name) is not None]
+    given = [name for name in _DATA_OPTIONS if getattr(arguments, name) is not None]
     if arguments.config and given:
         raise ConfigError(
-            f"{_options(given)} needs DATA; it does not work with -c",
+            f"{_join_options(given)} needs DATA; it does not work with -c",
             code="options_conflict",
             where=f"train -c {arguments.config}",
             fix="instead: "
-            + "; ".join(_FITTED[name].format(_typed(getattr(arguments, name))) for name in given),
+            + "; ".join(
+                _DATA_OPTIONS[name].format(_as_key_value(getattr(arguments, name)))
+                for name in given
+            ),
         )
     if arguments.image_size and len(arguments.image_size) > 2:
         raise ConfigError(
@@ -163,12 +169,12 @@ def _check_source(arguments: argparse.Namespace) -> None:
         )
 
 
-def _typed(value: object) -> str:
-    """A value of an option as the key of a configuration takes it."""
+def _as_key_value(value: object) -> str:
+    """Writes the value of an option as the key of a configuration takes it."""
     return f"[{','.join(map(str, value))}]" if isinstance(value, list) else shlex.quote(f"{value}")
 
 
-def _options(names: Sequence[str]) -> str:
+def _join_options(names: Sequence[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
@@ -233,7 +239,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
 
 def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
     """Makes and checks every decision of a training without training."""
-    from ppdist.cli.data import looked_at, verdict
+    from ppdist.cli.data import check_splits, verdict
     from ppdist.common.console import EarlyLog
     from ppdist.distributed import comm
     from ppdist.engine.advice import advice
@@ -251,8 +257,8 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
 
     comm.init(plan.config.device, plan.config.distributed)
     build_model(plan.config)  # whose sizes may not fit
-    name, again = comm.run_on_main(write_plan)
-    failed = comm.run_on_main(lambda: verdict(plan.config, looked_at(plan.config, fast=True)))
+    name, command = comm.run_on_main(write_plan)
+    failed = comm.run_on_main(lambda: verdict(plan.config, check_splits(plan.config, fast=True)))
     lines: list[str] = []
     if not failed:  # what the run itself would refuse or warn of
         with EarlyLog(comm.is_main()):
@@ -267,7 +273,7 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
     if name:
         if name != FILE:
             lines.append(f"{output_dir / FILE} stays: it is of the run that was made there")
-        lines.append(f"wrote {output_dir / name}; to train: {again}")
+        lines.append(f"wrote {output_dir / name}; to train: {command}")
     if comm.is_main():
         print(*lines, sep="\n")
     return failed

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from ppdist.cli import add_config, parser_of, print_table, script_of
+from ppdist.cli import add_config, make_parser, print_table, script_words
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, time_in
 
@@ -20,7 +20,7 @@ from ppdist.common.arguments import at_least, time_in
 def parse() -> argparse.Namespace:
     from ppdist.launch.cards import split_cards
 
-    parser = parser_of("tune", __doc__)
+    parser = make_parser("tune", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="make the trials of a study")
     add_config(run, required=True, config="YAML file of the study",
@@ -66,30 +66,30 @@ def run(arguments: argparse.Namespace) -> int:
     from ppdist.lab.tune.trial import Launcher
     from ppdist.launch.signals import collect_signals
 
-    began = time.monotonic()
+    started = time.monotonic()
     study = load_study(Path(arguments.config), tuple(arguments.override))
     workers = arguments.workers or study.workers
     processes = arguments.nproc_per_node or study.processes
-    if cards_WC := arguments.cards or dealt_cards(workers, processes):
+    if cards_WC := arguments.cards or deal_cards(workers, processes):
         workers, processes = len(cards_WC), len(cards_WC[0])
-        places = [["--devices", ",".join(cards_C)] for cards_C in cards_WC]
+        worker_options = [["--devices", ",".join(cards_C)] for cards_C in cards_WC]
     else:
-        places = [["--nproc_per_node", str(processes)]] * workers
+        worker_options = [["--nproc_per_node", str(processes)]] * workers
     study = study.model_copy(update={"workers": workers, "processes": processes})
     launcher = Launcher(
-        command=[sys.executable, *script_of("launch")],
-        script=script_of("train"),
+        command=[sys.executable, *script_words("launch")],
+        script=script_words("train"),
         threads=max(1, int(available_cores()) // (workers * processes)),
     )
-    with collect_signals() as received:
+    with collect_signals() as signals:
         budget = arguments.budget
 
         def asked_to_stop() -> bool:
-            over = budget is not None and time.monotonic() - began > budget * 60
-            return bool(received) or over
+            is_over_budget = budget is not None and time.monotonic() - started > budget * 60
+            return bool(signals) or is_over_budget
 
         store = Store(arguments.out, study)
-        search = Search(store, launcher, places, asked_to_stop, say, arguments.retry_failed)
+        search = Search(store, launcher, worker_options, asked_to_stop, say, arguments.retry_failed)
         try:
             code = search.run(arguments.trials)
         finally:
@@ -113,8 +113,8 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {process.printable(text)}", flush=True)
 
 
-def dealt_cards(workers: int, processes: int) -> list[list[str]]:
-    """Each worker's own cards, or [] where they compute on the CPU."""
+def deal_cards(workers: int, processes: int) -> list[list[str]]:
+    """Deals the visible cards out to the workers; [] if trials compute on the CPU."""
     from ppdist.launch.cards import deal_out, detect_cards, visible_labels
     from ppdist.launch.topology import paddle_build
 

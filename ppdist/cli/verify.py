@@ -32,12 +32,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from ppdist.cli import add_config, parser_of, script_of
+from ppdist.cli import add_config, make_parser, script_words
 from ppdist.common.arguments import at_least
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of("verify", __doc__)
+    parser = make_parser("verify", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     accelerator = commands.add_parser("accelerator", help="this machine's cards train right")
     add_config(accelerator, required=False)
@@ -84,7 +84,7 @@ def accelerator(arguments: argparse.Namespace) -> int:
         arguments.config,
         arguments.override,
         arguments.out,
-        lambda name: [sys.executable, *script_of(name)],
+        lambda name: [sys.executable, *script_words(name)],
         steps=arguments.steps,
         efficiency=arguments.efficiency,
     )
@@ -113,7 +113,7 @@ def equivalence(arguments: argparse.Namespace) -> int:
             fix="start it on several: `fleetrun --nproc_per_node 2 ppdist verify equivalence ...`; "
             "one card and its CPU: `ppdist verify accelerator -c ...`",
         )
-    script = [*script_of("verify"), "equivalence", "-c", arguments.config]
+    script = [*script_words("verify"), "equivalence", "-c", arguments.config]
     script += ["--steps", str(arguments.steps)]
     if arguments.override:
         script += ["-o", *arguments.override]
@@ -139,7 +139,7 @@ def zoo(arguments: argparse.Namespace) -> int:
         if arguments.json:
             write_json(arguments.json, [asdict(entry) for entry in published().values()], indent=1)
         return 0
-    device = [item for item in arguments.override if item.startswith("device=")]
+    device = [override for override in arguments.override if override.startswith("device=")]
     comm.init(device[-1].partition("=")[2] if device else "auto", DistributedConfig())
     rows = []
     try:

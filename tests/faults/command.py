@@ -15,13 +15,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ppdist.cli import parser_of
+from ppdist.cli import make_parser
 from ppdist.common import errors
 from ppdist.common.arguments import at_least
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of("faults", __doc__)
+    parser = make_parser("faults", __doc__)
     parser.add_argument("what", choices=["kills", "soak"])
     parser.add_argument("--points", type=at_least(1), default=50, help="kills: how many (50)")
     parser.add_argument("--per-job", type=at_least(1), default=5,

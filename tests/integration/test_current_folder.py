@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.cli import script_of
+from ppdist.cli import script_words
 from ppdist.common.child import own_environment, python, python_module, run_command
 from ppdist.common.trackers import TrackedRun, TrackerProcess
 from ppdist.launch.doctor import check_software
@@ -53,7 +53,7 @@ def start_ranks(folder: Path) -> None:
     script = folder / "script.py"
     script.write_text("import typing, random, numpy, ppdist\n")
     words = ["--nproc_per_node", "2", "--log_dir", str(folder / "log"), str(script)]
-    run([sys.executable, *script_of("launch"), *words], folder)
+    run([sys.executable, *script_words("launch"), *words], folder)
 
 
 WAYS: dict[str, Callable[[Path], object]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.cli import folder_for
+from ppdist.cli import default_folder
 from ppdist.common import files
 from ppdist.common.records import read_metrics
 from ppdist.common.run_log import RunLog
@@ -140,13 +140,13 @@ def test_folders_that_are_links_are_refused_where_nobody_typed_them(tmp_path: Pa
         (run / name).symlink_to(tmp_path / "elsewhere")
     assert draw_run(run) == []
     with raises("folder_is_link"):
-        folder_for(run / "model.pdparams", "export")
+        default_folder(run / "model.pdparams", "export")
     with raises("folder_is_link"):
         VisualDLWriter(run / "vdl", "run", None)
     (run / "predictions").mkdir()
     (run / "predictions" / "crops").symlink_to(tmp_path / "elsewhere")
     with raises("folder_is_link"):
-        folder_for(run / "model.pdparams", "predictions")
+        default_folder(run / "model.pdparams", "predictions")
     assert not any((tmp_path / "elsewhere").iterdir())
 
 

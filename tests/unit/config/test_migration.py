@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.cli import main_of
+from ppdist.cli import load_main
 from ppdist.cli.train import parse
 from ppdist.common.errors import ConfigError
 from ppdist.config.experiment import ExperimentConfig, load_config
@@ -160,7 +160,7 @@ def test_every_command_answers_words_of_other_trainers(words, said, monkeypatch)
     command, *rest = words.split()
     monkeypatch.setattr(sys, "argv", [f"ppdist {command}", *rest])
     with raises("foreign_option", said):
-        main_of(command)()
+        load_main(command)()
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_every_command_answers_words_of_other_trainers(words, said, monkeypatch)
 def test_a_word_of_nobody_is_argparse_s(words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"ppdist {words.split()[0]}", *words.split()[1:]])
     with pytest.raises(SystemExit) as ended:
-        main_of(words.split()[0])()
+        load_main(words.split()[0])()
     told = capsys.readouterr().err
     assert ended.value.code == 2 and f"\n  ppdist {words.split()[0]} " in told
     assert ("did you mean --epochs?" in told) is ("--epoch" in words)
@@ -184,7 +184,7 @@ def test_a_switch_of_a_card_becomes_a_device(tmp_path):
 def test_weights_are_not_resumed(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ppdist-train", "-c", "x.yml", "--resume", "last.pt"])
     with raises("foreign_option"):
-        main_of("train")()
+        load_main("train")()
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_weights_are_not_resumed(monkeypatch):
 def test_our_options_name_the_form_that_works(words, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ppdist train", "data", *words.split()])
     with pytest.raises(SystemExit) as ended:
-        main_of("train")()
+        load_main("train")()
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 

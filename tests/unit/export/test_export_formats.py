@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.cli import folder_for
-from ppdist.cli.export import ROADS, formats_of
+from ppdist.cli import default_folder
+from ppdist.cli.export import CONVERSIONS, formats_of
 from ppdist.export.run import lineage_of
 from ppdist.export.spec import LineageSection
 from tests.errors import raises
@@ -20,7 +20,7 @@ def asked(form: str, **options: object) -> argparse.Namespace:
     return argparse.Namespace(format=form, weights="run", **{**usual, **options})
 
 
-@pytest.mark.parametrize("form", [name for names in ROADS for name in names])
+@pytest.mark.parametrize("form", [name for names in CONVERSIONS for name in names])
 def test_a_format_of_others_is_told_its_road_from_onnx(form: str) -> None:
     with raises("format_of_others"):
         formats_of(asked(f"onnx,{form}"))
@@ -29,7 +29,7 @@ def test_a_format_of_others_is_told_its_road_from_onnx(form: str) -> None:
 def test_every_road_stands_in_the_table_for_users() -> None:
     page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
     _, _, table = page.partition("## Which runtime reads which file")
-    for _, made_by in ROADS.values():
+    for _, made_by in CONVERSIONS.values():
         for word in re.findall(r"[\w-]+(?:\.[\w-]+)?", made_by):
             assert word in table or word in ("and", "then"), word
 
@@ -74,4 +74,4 @@ def test_an_export_goes_into_its_run(
     best = Path("run/checkpoints/best")
     best.mkdir(parents=True)
     (best / "manifest.json").write_text("{}")
-    assert folder_for(Path(weights), "export") == Path(folder)
+    assert default_folder(Path(weights), "export") == Path(folder)
