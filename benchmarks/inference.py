@@ -23,7 +23,7 @@ from ppdist.engine.build import build_model
 from ppdist.export.export import Pictures, export_model, precision_on, take_sample
 from ppdist.export.predictor import EagerPredictor, Predictor
 from ppdist.export.spec import InferenceSpec, describe
-from ppdist.lab.benchmark.latency import measure_predictors, pictures_of, predictors_of
+from ppdist.lab.benchmark.latency import make_predictors, measure_predictors, sample_images
 from ppdist.models.weights import checkpoint_of, load_weights
 
 MODELS = (  # recipe, learning rate at which it learns the images
@@ -90,11 +90,12 @@ def measure_models(scratch: Path, *, rounds: int) -> dict[str, Any]:
         for backend in _RUNTIMES:
             found: dict[str, Predictor] = {}
             for recipe, each in specs.items():
-                for predict in predictors_of(None, scratch / recipe, each, 1, (backend,)).values():
+                predictors = make_predictors(None, scratch / recipe, each, 1, (backend,))
+                for predict in predictors.values():
                     found.setdefault(recipe, predict)  # the first: float32
             if found:
                 report[backend] = measure_predictors(
-                    found, spec, pictures_of(None), batch=1, threads=1, rounds=rounds
+                    found, spec, sample_images(None), batch=1, threads=1, rounds=rounds
                 )
     return report
 
@@ -122,17 +123,17 @@ def _measure(config: ExperimentConfig, folder: Path, rounds: int) -> dict[str, A
         sample = take_sample(dataset, EagerPredictor(model, spec.nms), spec)
         assert sample is not None
         accuracy = {"eager": sample.mAP}
-        for name, predict in predictors_of(None, exported, spec, 1).items():
+        for name, predict in make_predictors(None, exported, spec, 1).items():
             accuracy[name] = precision_on(sample, predict, spec)
         large = _at_size(spec, _MEASURED_SIZE)
         taken = {}
         for threads in THREADS:
-            found = predictors_of(None, exported, spec, threads)
+            found = make_predictors(None, exported, spec, threads)
             ordered = {_FIRST: found.pop(_FIRST), **found}
             for name in _TOO_SLOW:
                 ordered.pop(name, None)
             taken[f"threads {threads}"] = measure_predictors(
-                ordered, large, pictures_of(None), batch=1, threads=threads, rounds=rounds
+                ordered, large, sample_images(None), batch=1, threads=threads, rounds=rounds
             )
     return {"mAP": accuracy, **taken}
 

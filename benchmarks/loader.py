@@ -23,7 +23,7 @@ from ppdist.config.data import DataConfig
 from ppdist.config.experiment import load_config
 from ppdist.data.datasets.build import read_split
 from ppdist.data.types import DetectionSet, Records
-from ppdist.lab.benchmark.loader import Loading, Timed, children, cpu_of
+from ppdist.lab.benchmark.loader import Loading, Timed, child_ids, cpu_seconds_of
 
 GREY = 114
 
@@ -118,7 +118,7 @@ def compare_loaders(
         running: dict[str, Timed] = {"plain": Straightforward(dataset, image_size, batch_size)}
         for name, one in variants.items():
             loading = stack.enter_context(closing(Loading(dataset, one, image_size, batch_size)))
-            loading.one_epoch()  # what is kept is there then, and all code has run once
+            loading.read_epoch()  # what is kept is there then, and all code has run once
             running[name] = loading
         if config.workers and importlib.util.find_spec("torch"):
             running["torch"] = stack.enter_context(
@@ -160,11 +160,11 @@ class _Torch(Timed):
                     yield plain.sample()
 
         self.processes = workers
-        before = children()
+        before = child_ids()
         self._loader = DataLoader(Endless(), batch_size=batch_size, num_workers=workers)
         self._batches = iter(self._loader)
         next(self._batches)
-        self._workers = sorted(children() - before)
+        self._workers = sorted(child_ids() - before)
 
     def close(self) -> None:
         del self._batches, self._loader
@@ -172,7 +172,7 @@ class _Torch(Timed):
     def measure(self, seconds: float) -> None:
         for _ in range(2 * len(self._workers)):  # prepared while others were measured
             next(self._batches)
-        self.run(lambda: len(next(self._batches)), lambda: cpu_of(self._workers), seconds)
+        self.run(lambda: len(next(self._batches)), lambda: cpu_seconds_of(self._workers), seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Latency of one prediction: eager and exported, in every runtime here.
+"""Measures the latency of one prediction: eager and exported, in every runtime installed here.
 
-All run interleaved in one process on the same images, because a machine that others use, too,
-changes its speed within minutes; the ratios within a round do not.
+All predictors run interleaved in one process on the same images, because the speed of a machine
+that others use changes within minutes; the ratios within a round do not.
 """
 
 import math
@@ -33,23 +33,22 @@ from ppdist.models.base import Detector
 from ppdist.runtime.predictor import has_bfloat16
 
 Report = dict[str, Any]
-IMAGES = 20  # at most: they are kept in memory
-_CALLS = 3  # of a predictor in a round, after one that does not count
-_PAUSE_SECONDS = 0.3  # before them: threads of the predictor before wait awake for a while
+IMAGES = 20  # at most, because they stay in memory
+_CALLS = 3  # measured calls of a predictor in a round, after one that warms up
+_PAUSE_SECONDS = 0.3  # before a predictor's turn: the last one's threads spin for a while
 
 
-def formats_here() -> tuple[Format, ...]:
-    """What can be exported with the packages that are installed."""
+def exportable_formats() -> tuple[Format, ...]:
+    """Lists the formats that can be exported with the installed packages."""
     onnx = all(find_spec(name) for name in ("paddle2onnx", "onnxruntime"))
     if not onnx:
         return ("paddle",)
     return FORMATS if find_spec("openvino") else ("paddle", "onnx")
 
 
-def pictures_of(dataset: DetectionSet | None) -> list[np.ndarray]:
-    """The first readable images, uint8 RGB [H, W, 3].
-
-    Without a set, drawn ones.
+def sample_images(dataset: DetectionSet | None) -> list[np.ndarray]:
+    """Reads the first readable images of a set, uint8 RGB [H, W, 3]; draws some where there is no
+    set.
     """
     if dataset is None:
         return [scene(512, 0, 0, index)[0] for index in range(IMAGES)]
@@ -70,14 +69,14 @@ def pictures_of(dataset: DetectionSet | None) -> list[np.ndarray]:
     return images
 
 
-def predictors_of(
+def make_predictors(
     model: Detector | None,
     directory: Path,
     spec: InferenceSpec,
     threads: int,
     backends: Collection[Backend] = (),
 ) -> dict[str, Predictor]:
-    """Available predictors by name: the eager model and all exported files.
+    """Makes the predictors available here, by name: the eager model and every exported file.
 
     Args: backends: of these only; (): of all.
     """
@@ -85,35 +84,35 @@ def predictors_of(
     if model is not None:
         assert spec.nms is not None
         predictors["eager"] = EagerPredictor(model, spec.nms)
-    for name, options in _ways(spec, threads):
+    for name, options in runtimes_of(spec, threads):
         if not backends or options.backend in backends:
             predictors[name] = ExportedPredictor(directory, options)
     return predictors
 
 
-def _ways(spec: InferenceSpec, threads: int) -> list[tuple[str, RuntimeOptions]]:
-    """Of running what an export holds, with the packages that are installed."""
-    ways = []
+def runtimes_of(spec: InferenceSpec, threads: int) -> list[tuple[str, RuntimeOptions]]:
+    """Lists the ways to run an export with the installed packages: name and options."""
+    runtimes = []
     if spec.paddle is not None:
-        ways.append(("Paddle Inference", RuntimeOptions(onednn=False, threads=threads)))
-        ways.append(("Paddle Inference, oneDNN", RuntimeOptions(threads=threads)))
+        runtimes.append(("Paddle Inference", RuntimeOptions(onednn=False, threads=threads)))
+        runtimes.append(("Paddle Inference, oneDNN", RuntimeOptions(threads=threads)))
         if paddle_api.has_fast_bfloat16():
-            half = RuntimeOptions(precision="bfloat16", threads=threads)
-            ways.append(("Paddle Inference, oneDNN, bfloat16", half))
-    runtimes: list[tuple[str, Backend, bool]] = [
+            bfloat16 = RuntimeOptions(precision="bfloat16", threads=threads)
+            runtimes.append(("Paddle Inference, oneDNN, bfloat16", bfloat16))
+    packages: list[tuple[str, Backend, bool]] = [
         ("ONNX Runtime", "onnx", bool(find_spec("onnxruntime"))),
         ("OpenVINO", "openvino", bool(find_spec("openvino"))),
     ]
-    for name, backend, is_there in runtimes:
-        if spec.onnx is not None and is_there:
-            ways.append((name, RuntimeOptions(backend=backend, threads=threads)))
+    for name, backend, is_installed in packages:
+        if spec.onnx is not None and is_installed:
+            runtimes.append((name, RuntimeOptions(backend=backend, threads=threads)))
             if backend == "openvino" and has_bfloat16():
-                half = RuntimeOptions(backend=backend, precision="bfloat16", threads=threads)
-                ways.append((f"{name}, bfloat16", half))
-        if spec.onnx_int8 is not None and is_there:
-            eighths = RuntimeOptions(backend=backend, precision="int8", threads=threads)
-            ways.append((f"{name}, int8", eighths))
-    return ways
+                bfloat16 = RuntimeOptions(backend=backend, precision="bfloat16", threads=threads)
+                runtimes.append((f"{name}, bfloat16", bfloat16))
+        if spec.onnx_int8 is not None and is_installed:
+            int8 = RuntimeOptions(backend=backend, precision="int8", threads=threads)
+            runtimes.append((f"{name}, int8", int8))
+    return runtimes
 
 
 def measure_predictors(
@@ -125,7 +124,7 @@ def measure_predictors(
     threads: int,
     rounds: int,
 ) -> Report:
-    """Times one call per predictor, from resized pixels to suppressed boxes.
+    """Times each predictor's call, from resized pixels to suppressed boxes.
 
     Args:
         predictors: the first one is the baseline.
@@ -140,20 +139,20 @@ def measure_predictors(
     size, mode = spec.input.size, spec.resize.mode
     assert mode != "centre_crop"
     prepared = [prepare(picture, size, mode) for picture in pictures]
-    measured = [_Calls(predict) for predict in predictors.values()]
+    timings = [_Calls(predict) for predict in predictors.values()]
     for number in range(rounds):
         chosen = [(number * batch + i) % len(prepared) for i in range(batch)]
         images = np.stack([prepared[index] for index in chosen])
-        for each in measured if number % 2 == 0 else reversed(measured):
-            each.take(images)
+        for timed in timings if number % 2 == 0 else reversed(timings):
+            timed.take(images)
     report: Report = {}
-    for name, each in zip(predictors, measured):
-        ratios = [ours / base for ours, base in zip(each.rounds, measured[0].rounds)]
+    for name, timed in zip(predictors, timings):
+        ratios = [seconds / base for seconds, base in zip(timed.rounds, timings[0].rounds)]
         report[name] = {
-            "median_ms": median(each.calls),
-            "p95_ms": float(np.quantile(each.calls, 0.95)),
-            "first_ms": each.first,
-            "images_per_second": 1000 * batch / median(each.calls),
+            "median_ms": median(timed.calls),
+            "p95_ms": float(np.quantile(timed.calls, 0.95)),
+            "first_ms": timed.first,
+            "images_per_second": 1000 * batch / median(timed.calls),
             "ratio": median(ratios),
         }
     return {
@@ -167,7 +166,7 @@ def measure_predictors(
 
 @dataclass
 class _Calls:
-    """One predictor, and what its calls took in milliseconds."""
+    """A predictor with the milliseconds that its calls took."""
 
     predict: Predictor
     first: float = math.nan

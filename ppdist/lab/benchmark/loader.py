@@ -31,7 +31,7 @@ def measure_loading(
     batch_size: int,
     seconds: float,
 ) -> Report:
-    """Speed of the training loader alone, nothing else being computed.
+    """Measures the speed of the training loader alone, while nothing else is computed.
 
     Args:
         image_size: (height, width) of the input in pixels.
@@ -40,13 +40,13 @@ def measure_loading(
         this process's; `workers` (0: this process).
     """
     with closing(Loading(dataset, config, image_size, batch_size)) as loading:
-        loading.one_epoch()
+        loading.read_epoch()
         loading.measure(seconds)
         return loading.report()
 
 
 class Timed:
-    """Images, seconds and CPU seconds so far.
+    """A counter of images, seconds and CPU seconds.
 
     Rates are divided by the number of processes.
     """
@@ -60,7 +60,10 @@ class Timed:
         raise NotImplementedError
 
     def run(self, next_batch: Callable[[], int], cpu: Callable[[], float], seconds: float) -> None:
-        """Args: next_batch: makes one, returns its images; cpu: seconds used so far."""
+        """Makes batches for a time and counts them.
+
+        Args: next_batch: makes one, returns its images.  cpu: returns the CPU seconds used so far.
+        """
         cpu_began, began = cpu(), time.perf_counter()
         while time.perf_counter() - began < seconds:
             self.images += next_batch()
@@ -69,17 +72,17 @@ class Timed:
 
     @property
     def rate(self) -> float:
-        """Images per second of one process."""
+        """Returns the images per second of one process."""
         return self.images / self.seconds / self.processes
 
     @property
     def cpu_rate(self) -> float:
-        """Images per second of CPU time; CPU time is counted in hundredths."""
+        """Returns the images per second of CPU time, which is counted in hundredths of a second."""
         return self.images / max(self.cpu_seconds, 1 / _TICKS)
 
 
 class Loading(Timed):
-    """A training loader that runs."""
+    """A running training loader."""
 
     def __init__(
         self, dataset: DetectionSet, config: DataConfig, size: tuple[int, int], batch_size: int
@@ -96,11 +99,11 @@ class Loading(Timed):
             end_step=_ENDLESS,
             sizes=[size],
         )
-        before = children()
+        before = child_ids()
         self._loader = TrainLoader(dataset, config, sampler, seed=0, epochs=_ENDLESS)
         self._batches: Iterator[Batch] = iter(self._loader)
         next(self._batches)
-        self._workers = sorted(children() - before)
+        self._workers = sorted(child_ids() - before)
         self.processes = max(1, len(self._workers))
 
     def close(self) -> None:
@@ -109,12 +112,12 @@ class Loading(Timed):
     def measure(self, seconds: float) -> None:
         for _ in range(2 * len(self._workers)):  # prepared while others were measured
             next(self._batches)
-        self.run(self._next, lambda: cpu_of(self._workers), seconds)
+        self.run(self._next, lambda: cpu_seconds_of(self._workers), seconds)
 
     def _next(self) -> int:
         return int(next(self._batches).images_B3HW.shape[0])
 
-    def one_epoch(self) -> None:
+    def read_epoch(self) -> None:
         """Reads as many images as the set has."""
         images = 0
         while images < self._size:
@@ -130,18 +133,18 @@ class Loading(Timed):
         }
 
 
-def children() -> set[int]:
-    """Processes that this one started."""
-    found = set()
+def child_ids() -> set[int]:
+    """Lists the processes that this one started, by id."""
+    ids = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             stat = process_stat(int(folder.name))
             if stat is not None and stat.parent == os.getpid():
-                found.add(int(folder.name))
-    return found
+                ids.add(int(folder.name))
+    return ids
 
 
-def cpu_of(workers: Sequence[int]) -> float:
-    """CPU time so far of this process and of its live workers."""
+def cpu_seconds_of(workers: Sequence[int]) -> float:
+    """Returns the CPU seconds so far of this process and of its live workers."""
     stats = [process_stat(worker) for worker in workers]
     return time.process_time() + sum(stat.cpu_seconds for stat in stats if stat is not None)

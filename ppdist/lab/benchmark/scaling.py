@@ -1,4 +1,4 @@
-"""Scaling: training on several numbers of processes, each a run of ppdist benchmark."""
+"""Measures how training scales: several numbers of processes, each a run of ppdist benchmark."""
 
 import json
 import os
@@ -18,7 +18,7 @@ Report = dict[str, Any]
 def measure_scaling(
     launcher: Sequence[str], script: Sequence[str], *, counts: Sequence[int], rounds: int
 ) -> Report:
-    """Training speed on several numbers of processes, `rounds` times each, in turn.
+    """Measures training speed on several numbers of processes, `rounds` times each, in turn.
 
     Ratios are of one round: a machine that others use, too, changes its speed within minutes.
 
@@ -30,20 +30,23 @@ def measure_scaling(
         one thread, unless OMP_NUM_THREADS says otherwise.
     Raises: LaunchError: a run failed; its stderr went to ours.
     """
-    found = [
+    rounds_reports = [
         {count: run_training(launcher, script, count) for count in counts} for _ in range(rounds)
     ]
     first = counts[0]
     report: Report = {}
     for count in counts:
-        rates = [each[count]["images_per_second"] for each in found]
-        speed_ups = [rate / each[first]["images_per_second"] for rate, each in zip(rates, found)]
+        rates = [reports[count]["images_per_second"] for reports in rounds_reports]
+        speed_ups = [
+            rate / reports[first]["images_per_second"]
+            for rate, reports in zip(rates, rounds_reports)
+        ]
         report[str(count)] = {
             "images_per_second": median(rates),
             "of_rounds": rates,
             "speed_up": median(speed_ups),
             "efficiency": median(speed_ups) * first / count,
-            "last_round": found[-1][count],
+            "last_round": rounds_reports[-1][count],
         }
     return report
 
@@ -51,11 +54,11 @@ def measure_scaling(
 def run_training(launcher: Sequence[str], script: Sequence[str], count: int) -> Report:
     """Runs `ppdist benchmark train` on `count` processes through fleetrun; returns its result.
 
-    Raises: LaunchError: it ended without; what it said went to our stderr.
+    Raises: LaunchError: it ended without a result; its messages went to our stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
-        command = [*launcher, *_cards(count), "--log_dir", f"{folder}/log", *script]
+        command = [*launcher, *_placement_options(count), "--log_dir", f"{folder}/log", *script]
         command += ["--json", str(file)]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         code = start_here(command, stdout=DISCARD, env=environment).wait()
@@ -68,8 +71,10 @@ def run_training(launcher: Sequence[str], script: Sequence[str], count: int) -> 
         return result
 
 
-def _cards(count: int) -> list[str]:
-    """Fleetrun options for `count` processes on this machine, one per card if it has any."""
+def _placement_options(count: int) -> list[str]:
+    """Returns the fleetrun options for `count` processes on this machine, one per card if it has
+    any.
+    """
     if "gpu" not in device.accelerators():
         return ["--nproc_per_node", str(count)]
     return ["--selected_gpus", f"0-{count - 1}" if count > 1 else "0"]

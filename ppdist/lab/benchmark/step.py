@@ -29,11 +29,11 @@ Report = dict[str, Any]
 PARTS = ("data", "teacher", "forward", "loss", "backward", "optimizer", "communication")
 
 
-def machine() -> Report:
-    """What the numbers were measured on."""
+def describe_machine() -> Report:
+    """Describes the machine and software that the numbers were measured on."""
     return {
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": _processor_name(),
         "cores": len(os.sched_getaffinity(0)),
         "load_average": round(os.getloadavg()[0], 2),
         "paddle": paddle.__version__,
@@ -42,14 +42,14 @@ def machine() -> Report:
     }
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return names[0] if names else platform.describe_machine()
 
 
 def measure_training(config: ExperimentConfig, *, steps: int, warmup: int, scratch: Path) -> Report:
-    """Speed of training steps.  Collective.
+    """Measures the speed of training steps.  Collective.
 
     Args:
         warmup: steps before the measured ones.
@@ -117,13 +117,16 @@ def measure_step(trainer: Trainer, batches: Iterator[Batch], number: int) -> Rep
 
 
 def _endless(batch_source: TrainData) -> Iterator[Iterator[Batch]]:
-    """The batches of the run, repeated if more steps are measured."""
+    """Yields the batches of the run, from the start again when more steps are measured."""
     while True:
         yield from batch_source.steps(0, None)
 
 
 def require_detector(config: ExperimentConfig, what: str) -> None:
-    """Raises: ConfigError: the model is a classifier."""
+    """Refuses a classifier.
+
+    Raises: ConfigError: the model is one.
+    """
     if config.model.task == "classify":
         raise ConfigError(
             f"{config.model.name} is a classifier, but {what} measures detectors only; "

@@ -18,12 +18,12 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.types import DetectionSet, ImageRecord
 from ppdist.distributed import comm, heartbeat
 from ppdist.distributed.comm import evaluate_on_all_ranks
-from ppdist.lab.ensemble.tta import look
+from ppdist.lab.ensemble.tta import predict_views
 from ppdist.lab.ensemble.wbf import weighted_fusion
 from ppdist.metrics.coco import evaluate_boxes, write_detections
 from ppdist.models.base import Detector, ImageModel
 
-# The set that all members are of.
+# The validation set that all members share.
 
 
 def read_common_set(files: Sequence[str], configs: Sequence[ExperimentConfig]) -> DetectionSet:
@@ -47,26 +47,32 @@ def read_common_set(files: Sequence[str], configs: Sequence[ExperimentConfig]) -
     return sets[0]
 
 
-def require_same_images(first: str, one: DetectionSet, second: str, other: DetectionSet) -> None:
+def require_same_images(
+    first: str, first_set: DetectionSet, second: str, second_set: DetectionSet
+) -> None:
     """Checks that two configurations have the same validation images and classes.
 
     Args: first, second: the configuration files.
     Raises: DataError: the images or their order differ.  ConfigError: the classes do.
     """
     fix = "give models of the same classes; their order does not matter"
-    require_same_classes(one.class_names, other.class_names, where=second, owner=first, fix=fix)
-    names = [[_mark(record) for record in dataset.records] for dataset in (one, other)]
+    require_same_classes(
+        first_set.class_names, second_set.class_names, where=second, owner=first, fix=fix
+    )
+    names = [
+        [_image_key(record) for record in dataset.records] for dataset in (first_set, second_set)
+    ]
     if names[0] != names[1]:
-        counts = " and ".join(f"{len(each)} images" for each in names)
+        counts = " and ".join(f"{len(records)} images" for records in names)
         raise DataError(
-            f"the validation sets differ ({one.source} and {other.source}, {counts})",
+            f"the validation sets differ ({first_set.source} and {second_set.source}, {counts})",
             code="validation_sets_differ",
             where=f"{first} and {second}",
             fix="give both the same with -o data.root=... data.val.annotations=...",
         )
 
 
-def _mark(record: ImageRecord) -> tuple[str, int, int]:
+def _image_key(record: ImageRecord) -> tuple[str, int, int]:
     return Path(record.path).name, record.width, record.height
 
 
@@ -75,7 +81,7 @@ def _mark(record: ImageRecord) -> tuple[str, int, int]:
 
 @dataclass(frozen=True)
 class Member:
-    """One view of a model; see `member_of`.
+    """A view of a model with its detections; see `make_member`.
 
     rows_R7: float32 (index of the image, class, score, x1, y1, x2, y2), pixels of the original
     image, of this rank's images.  boxes: number
@@ -88,21 +94,23 @@ class Member:
     scores: dict[str, float]
 
 
-def member_of(name: str, rows_R7: np.ndarray, dataset: DetectionSet, most: int) -> Member:
+def make_member(
+    name: str, rows_R7: np.ndarray, dataset: DetectionSet, max_detections: int
+) -> Member:
     """Scores a member and keeps the rows of this rank's images.  Collective.
 
     Args:
         rows_R7: as `Member.rows_R7`, of all images, the same on every rank.
-        most: see `evaluate_boxes`.
+        max_detections: see `evaluate_boxes`.
     """
 
     def score() -> dict[str, float]:
-        metrics = evaluate_boxes(dataset, rows_R7, most)
+        metrics = evaluate_boxes(dataset, rows_R7, max_detections)
         return {key: metrics[key] for key in ("mAP", "mAP50")}
 
     scores = comm.run_on_main(score)
     mine_R = rows_R7[:, 0].astype(np.int64) % comm.world_size() == comm.rank()
-    mine_R &= np.isfinite(rows_R7).all(1)  # a model that diverged
+    mine_R &= np.isfinite(rows_R7).all(1)  # a model that diverged has boxes that are not finite
     return Member(name, rows_R7[mine_R], len(rows_R7), scores)
 
 
@@ -122,12 +130,12 @@ def members_of_model(
 
     Args:
         dataset: has ground-truth boxes.
-        scales, flip: see `ppdist.lab.ensemble.tta.look`; suppression_iou: its `view_iou`.
+        scales, flip: see `ppdist.lab.ensemble.tta.predict_views`; suppression_iou: its `view_iou`.
     """
     assert isinstance(model, Detector)  # `read_common_set` refuses classifiers
-    most = config.evaluate.max_detections
-    for view, rows_R7 in look(config, model, dataset, scales, flip, suppression_iou):
-        yield member_of(f"{name} {view}", rows_R7, dataset, most)
+    max_detections = config.evaluate.max_detections
+    for view, rows_R7 in predict_views(config, model, dataset, scales, flip, suppression_iou):
+        yield make_member(f"{name} {view}", rows_R7, dataset, max_detections)
 
 
 def fuse_members(members: Sequence[Member], iou: float, keep: int) -> np.ndarray:
@@ -162,13 +170,13 @@ def fuse_image(rows_R7: np.ndarray, members: int, iou: float) -> np.ndarray:
 
     On ties the lower class is first.
     """
-    found = []
+    fused_rows = []
     for label in np.unique(rows_R7[:, 1]):
         rows_S7 = rows_R7[rows_R7[:, 1] == label].astype(np.float64)
         boxes_K4, scores_K = weighted_fusion(rows_S7[:, 3:], rows_S7[:, 2], members, iou)
         same_K2 = np.broadcast_to([rows_R7[0, 0], label], (len(scores_K), 2))
-        found.append(np.concatenate([same_K2, scores_K[:, None], boxes_K4], axis=1))
-    rows_K7 = np.concatenate(found).astype(np.float32)
+        fused_rows.append(np.concatenate([same_K2, scores_K[:, None], boxes_K4], axis=1))
+    rows_K7 = np.concatenate(fused_rows).astype(np.float32)
     return rows_K7[np.argsort(-rows_K7[:, 2], kind="stable")]
 
 
@@ -177,15 +185,15 @@ def write_fused(
     dataset: DetectionSet,
     members: Sequence[Member],
     fused_R7: np.ndarray,
-    most: int,
+    max_detections: int,
 ) -> dict[str, Any]:
     """Writes detections.json and scores.json; rank 0 only.
 
-    Args: most: see `evaluate_boxes`.
+    Args: max_detections: see `evaluate_boxes`.
     Returns: what is in scores.json.
     """
     write_detections(out / "detections.json", dataset, fused_R7)
-    of_members = [{"name": member.name, **member.scores} for member in members]
-    scores = {"fused": evaluate_boxes(dataset, fused_R7, most), "members": of_members}
+    member_scores = [{"name": member.name, **member.scores} for member in members]
+    scores = {"fused": evaluate_boxes(dataset, fused_R7, max_detections), "members": member_scores}
     write_json(out / "scores.json", scores, indent=1)
     return scores

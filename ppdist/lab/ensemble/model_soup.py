@@ -1,12 +1,11 @@
-"""Weights of several checkpoints averaged, with statistics of their own.
+"""Averages the weights of several checkpoints and renews their statistics of batch norm.
 
 Sources: Izmailov et al. 2018, arXiv:1803.05407 (SWA); Wortsman et al. 2022, arXiv:2203.05482 (model
 soups).
 
 The mean of two sets of weights computes other activations than either, so the mean of their running
-statistics is that of neither.  They are recomputed from training images, augmented as in the last
-epoch of the training: a model is evaluated with statistics of such images otherwise, too (SWA,
-section 3.2).
+statistics fits neither.  They are recomputed from training images, augmented as in the last epoch
+of the training, because ordinary training leaves statistics of such images, too (SWA, section 3.2).
 """
 
 import math
@@ -48,13 +47,13 @@ def average(
     Collective.
 
     Args: images: of the training set for the statistics of batch norm, at most.
-    Returns: how many images these are of.
+    Returns: the number of images that the statistics are of.
     Raises: WeightsError: a file is damaged or of another model.  ConfigError: the batch of the
         training is not known.  See `renew_statistics` for others.
     """
     epoch = LastEpoch(config, train_set, images)
-    mean, same = mean_of(model, paths, train_set.class_names)
-    put(model, mean)
+    mean, same = average_weights(model, paths, train_set.class_names)
+    set_weights(model, mean)
     renew_statistics(model, epoch, same)
     return epoch.images
 
@@ -82,7 +81,7 @@ def require_different(paths: Sequence[Path]) -> None:
             )
 
 
-def mean_of(
+def average_weights(
     model: ImageModel, paths: Sequence[Path], class_names: Sequence[str] = ()
 ) -> tuple[dict[str, np.ndarray], frozenset[str]]:
     """Averages the entries of checkpoints, in the dtypes of the first.  Collective.
@@ -90,18 +89,18 @@ def mean_of(
     Entries that are learned or counted (parameters, running statistics) are averaged; constants
     (anchors) have to be the same in all.  The average of equal numbers is exactly that number.
 
-    Args: class_names: see `read`.
+    Args: class_names: see `read_weights`.
     Returns: all entries, and the keys of those that are equal in all checkpoints.
     Raises: WeightsError: constants of one are not those of the first.
     """
-    first = read(model, paths[0], class_names)
+    first = read_weights(model, paths[0], class_names)
     averaged = {key for key, _ in model.named_parameters()}  # Paddle counts running statistics
     sums = {key: value.astype(np.float64) for key, value in first.items() if key in averaged}
-    differs: set[str] = set()
+    all_differing: set[str] = set()
     for path in paths[1:]:
-        arrays = read(model, path, class_names)
-        other = {key for key, value in arrays.items() if not np.array_equal(value, first[key])}
-        for key in sorted(other - set(sums)):
+        arrays = read_weights(model, path, class_names)
+        differing = {key for key, value in arrays.items() if not np.array_equal(value, first[key])}
+        for key in sorted(differing - set(sums)):
             raise WeightsError(
                 f"{key} differs from that of {paths[0]} and cannot be averaged",
                 code="weights_not_alike",
@@ -112,13 +111,15 @@ def mean_of(
                 ),
             )
         sums = {key: total + arrays[key] for key, total in sums.items()}
-        differs |= other
+        all_differing |= differing
     means = {key: total / len(paths) for key, total in sums.items()}
     mean = {key: means.get(key, value).astype(value.dtype) for key, value in first.items()}
-    return mean, frozenset(first) - differs
+    return mean, frozenset(first) - all_differing
 
 
-def read(model: ImageModel, path: Path, class_names: Sequence[str] = ()) -> dict[str, np.ndarray]:
+def read_weights(
+    model: ImageModel, path: Path, class_names: Sequence[str] = ()
+) -> dict[str, np.ndarray]:
     """Reads all entries of a weight file or checkpoint into the model, and returns them.
 
     Collective.
@@ -138,8 +139,8 @@ def read(model: ImageModel, path: Path, class_names: Sequence[str] = ()) -> dict
     return arrays_of(model)
 
 
-def put(model: ImageModel, arrays: Mapping[str, np.ndarray]) -> None:
-    """Gives a model the entries that `arrays_of` made of one like it."""
+def set_weights(model: ImageModel, arrays: Mapping[str, np.ndarray]) -> None:
+    """Gives a model the entries that `arrays_of` made of a model like it."""
     for key, value in model.state_dict().items():
         value.set_value(arrays[key])
 
@@ -148,7 +149,7 @@ def put(model: ImageModel, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 class LastEpoch:
-    """Micro-batches of a training's last epoch, as a single rank forms them.
+    """The micro-batches of a training's last epoch, as a single rank forms them.
 
     Each is a micro-batch of one rank here.
 
@@ -158,13 +159,13 @@ class LastEpoch:
     """
 
     def __init__(self, config: ExperimentConfig, train_set: DetectionSet, images: int) -> None:
-        """Collective: ranks share a cache.
+        """Plans the epoch.  Collective: ranks share a cache.
 
         Args:
-            config: of the training; a run whose length follows its number of ranks
-                (`train.epochs_compensation: auto` without `train.total_batch`) is taken for one of
-                as many as there are now.
-            images: how many at most, to whole micro-batches.
+        config: of the training; a run whose length follows its number of ranks
+        (`train.epochs_compensation: auto` without `train.total_batch`) is taken for one of as many
+        as there are now.
+        images: how many at most, to whole micro-batches.
         Raises: ConfigError: the batch of the training is not known (auto), or not to be had.
         """
         schedule = build_schedule_setup(config, images_of_epoch(train_set, config.data.sampling))
@@ -196,7 +197,7 @@ class LastEpoch:
         )
 
     def share(self) -> list[int]:
-        """Which of them are this rank's."""
+        """Returns the indices of this rank's micro-batches."""
         return list(range(comm.rank(), self.count, comm.world_size()))
 
     def batches(self) -> Iterator[Batch]:
@@ -205,8 +206,8 @@ class LastEpoch:
         return iter(self._loader)
 
     def plan(self) -> list[list[SampleKey]]:
-        """Their samples."""
-        steps = [self._first + place for place in self.share()]
+        """Returns the samples of this rank's micro-batches."""
+        steps = [self._first + index for index in self.share()]
         return [self._sampler.micro_batches(step)[0] for step in steps]
 
 
@@ -227,11 +228,11 @@ def renew_statistics(
     Raises: UserError, on every rank: an image cannot be read and data.bad_images is `error`.
         EvaluationFailed, on every rank: computing failed on some.
     """
-    norms, kept = _batch_norms(model, same)
+    norms, frozen = _split_batch_norms(model, same)
     tensors = [tensor for layer in norms for tensor in paddle_api.running_statistics(layer)]
     if not tensors:
         return
-    rows_K = evaluate_on_all_ranks(lambda: _measured(model, epoch, norms, kept)).value
+    rows_K = evaluate_on_all_ranks(lambda: _measure_statistics(model, epoch, norms, frozen)).value
     rows_K = comm.all_gather_rows(rows_K)
     rows_K = rows_K[np.argsort(rows_K[:, 0])].astype(np.float64)  # the order on one rank
     means = (rows_K[:, 1:2] * rows_K[:, 2:]).sum(axis=0) / rows_K[:, 1].sum()
@@ -240,46 +241,50 @@ def renew_statistics(
         tensor.set_value(values.reshape(tensor.shape))
 
 
-def _batch_norms(model: ImageModel, same: frozenset[str]) -> tuple[list[nn.Layer], list[nn.Layer]]:
-    """Layers whose statistics are recomputed, and those that keep theirs."""
+def _split_batch_norms(
+    model: ImageModel, same: frozenset[str]
+) -> tuple[list[nn.Layer], list[nn.Layer]]:
+    """Returns the batch-norm layers whose statistics are recomputed, and those that keep theirs."""
     keys = list(model.state_dict())
     norms: list[nn.Layer] = []
-    kept: list[nn.Layer] = []
+    frozen_norms: list[nn.Layer] = []
     for name, layer in model.named_sublayers():
         if isinstance(layer, _NORMS):
             block = f"{name.rpartition('.')[0] or name}."
-            frozen = all(key in same for key in keys if key.startswith(block))
-            (kept if frozen else norms).append(layer)
-    return norms, kept
+            is_frozen = all(key in same for key in keys if key.startswith(block))
+            (frozen_norms if is_frozen else norms).append(layer)
+    return norms, frozen_norms
 
 
 @paddle.no_grad()
-def _measured(
-    model: ImageModel, epoch: LastEpoch, norms: list[nn.Layer], kept: list[nn.Layer]
+def _measure_statistics(
+    model: ImageModel, epoch: LastEpoch, norms: list[nn.Layer], frozen: list[nn.Layer]
 ) -> np.ndarray:
-    """Batch-norm statistics of this rank's micro-batches as float32 rows.
+    """Measures the batch-norm statistics of this rank's micro-batches, as float32 rows.
 
     Each row: index of the micro-batch, number of images, then all means and variances.
     """
     momenta = [paddle_api.momentum(layer) for layer in norms]
     model.train()
     for layer in model.sublayers():
-        if layer in kept or isinstance(layer, nn.Dropout):
+        if layer in frozen or isinstance(layer, nn.Dropout):
             layer.eval()
     rows = []
     try:
         for layer in norms:
-            paddle_api.set_momentum(layer, 0.0)  # what was before counts nothing
-        for place, batch in zip(epoch.share(), epoch.batches()):
+            paddle_api.set_momentum(layer, 0.0)  # each batch's statistics replace those before
+        for index, batch in zip(epoch.share(), epoch.batches()):
             heartbeat.alive()
             images = model.normalize(batch.images_B3HW)
             model(*model.training_inputs(images, Targets.of(batch)))
             tensors = [tensor for layer in norms for tensor in paddle_api.running_statistics(layer)]
             flat = [tensor.numpy().ravel() for tensor in tensors]
-            rows.append(np.concatenate([[place, len(batch.images_B3HW)], *flat]))
+            rows.append(np.concatenate([[index, len(batch.images_B3HW)], *flat]))
     finally:
         for layer, momentum in zip(norms, momenta):
             paddle_api.set_momentum(layer, momentum)
         model.eval()
-    width = 2 + sum(each.size for layer in norms for each in paddle_api.running_statistics(layer))
+    width = 2 + sum(
+        statistic.size for layer in norms for statistic in paddle_api.running_statistics(layer)
+    )
     return np.array(rows, np.float32).reshape(-1, width)

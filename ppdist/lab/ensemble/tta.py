@@ -1,4 +1,4 @@
-"""Test-time augmentation: other input sizes, mirrored images."""
+"""Test-time augmentation: predictions at other input sizes and of mirrored images."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,18 +16,18 @@ from ppdist.models.base import Detector
 
 
 class Mirrored(Detector):
-    """A detector on images mirrored left to right; boxes come back."""
+    """A detector that sees images mirrored left to right and mirrors its boxes back."""
 
     def __init__(self, model: Detector) -> None:
-        nothing, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the model within normalises
-        super().__init__(model.num_classes, (), nothing, one, model.size_multiple)
+        zero_mean, unit_std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the wrapped model normalises
+        super().__init__(model.num_classes, (), zero_mean, unit_std, model.size_multiple)
         self.model = model
 
     def normalize(self, images_B3HW: Tensor) -> Tensor:
         return self.model.normalize(images_B3HW)
 
     def forward(self, images_B3HW: Tensor) -> tuple[Any, int]:
-        """Raw outputs of the mirrored images, and their width in pixels."""
+        """Returns the raw outputs of the mirrored images, and their width in pixels."""
         return self.model(images_B3HW.flip([3])), int(images_B3HW.shape[3])
 
     def decode(self, outputs: tuple[Any, int]) -> tuple[Tensor, Tensor]:
@@ -38,12 +38,12 @@ class Mirrored(Detector):
         return scores_BNC, paddle.stack(sides, axis=-1)
 
 
-def sizes_of(
+def scaled_sizes(
     image_size: tuple[int, int], scales: Sequence[float], multiple: int
 ) -> list[tuple[int, int]]:
-    """Input (height, width) at each scale, rounded to multiples of `multiple`.
+    """Computes the input (height, width) at each scale, rounded to multiples of `multiple`.
 
-    In pixels; scales are relative to `image_size`.
+    Sizes are in pixels, scales relative to `image_size`.
 
     Raises: ConfigError: two scales are the same size, which would count twice.
     """
@@ -63,7 +63,7 @@ def sizes_of(
     return list(sizes)
 
 
-def look(
+def predict_views(
     config: ExperimentConfig,
     model: Detector,
     dataset: DetectionSet,
@@ -71,7 +71,7 @@ def look(
     flip: bool,
     view_iou: float,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the detections of each view of the whole set.
+    """Yields the detections of each view of the set.
 
     Collective: iterate to its end.
 
@@ -82,12 +82,12 @@ def look(
     Yields: the name of the view, and rows_R7 as `Evaluator.predict` returns them, on every rank.
     """
     views = [(model, "")] + ([(Mirrored(model), " mirrored")] if flip else [])
-    sizes = sizes_of(config.model.image_size, scales, model.size_multiple)
+    sizes = scaled_sizes(config.model.image_size, scales, model.size_multiple)
     nms = config.suppression.model_copy(update={"iou_threshold": view_iou})
     for size in sizes:
         resized = config.model.model_copy(update={"image_size": size})
-        viewed = config.model_copy(update={"model": resized})
-        evaluator = build_evaluator(viewed, dataset, model, nms=nms)
+        view_config = config.model_copy(update={"model": resized})
+        evaluator = build_evaluator(view_config, dataset, model, nms=nms)
         assert isinstance(evaluator, Evaluator)  # of detectors
-        for seen, name in views:
-            yield f"{size[0]}x{size[1]}{name}", evaluator.predict(seen)
+        for view_model, name in views:
+            yield f"{size[0]}x{size[1]}{name}", evaluator.predict(view_model)

@@ -1,4 +1,4 @@
-"""The numbers of a step, fitted to rows that were measured.
+"""Fits the step-time model to measured rows.
 
 Rows and rates come from the JSON of ppdist benchmark and ppdist doctor, or are typed in.
 """
@@ -27,23 +27,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits the rows best, in relative error."""
+    """The step-time model that fits the rows best, in relative error."""
 
     fixed_seconds: float
     image_seconds: float
     jitter: float
     parallel_seconds: float
-    parameters: tuple[str, ...]  # those the rows could tell; the others are 0, or were given
+    parameters: tuple[str, ...]  # those that were fitted; the others are 0, or were given
     rows: tuple[Row, ...]
 
     def seconds(self, row: Row) -> float:
-        """Of a step like that of the row."""
+        """Predicts the seconds of a step with the cards and batch of a row."""
         compute = self.fixed_seconds + row.batch * self.image_seconds
         slowest = 1 + self.jitter * slowest_of(row.cards)
         return compute * slowest + self.parallel_seconds * (row.cards > 1)
 
     def error(self, row: Row) -> float:
-        """Predicted / measured - 1."""
+        """Returns predicted / measured - 1."""
         return self.seconds(row) / row.seconds - 1
 
 
@@ -69,18 +69,18 @@ def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None
     names = tuple(name for name in identifiable(rows) if given.get(name) is None)
     if "jitter" in names:
         jitter = minimize_scalar(
-            lambda tried: _linear(rows, seconds, names, tried)[1],
+            lambda candidate: _fit_linear(rows, seconds, names, candidate)[1],
             bounds=(0, 1), method="bounded", options={"xatol": 1e-7},
         ).x  # fmt: skip
-    found = _linear(rows, seconds, names, jitter or 0.0)[0]
+    coefficients = _fit_linear(rows, seconds, names, jitter or 0.0)[0]
     return Fit(
-        found.get("fixed", 0.0), found["image"], float(jitter or 0.0),
-        parallel or found.get("parallel", 0.0), names, tuple(rows),
+        coefficients.get("fixed", 0.0), coefficients["image"], float(jitter or 0.0),
+        parallel or coefficients.get("parallel", 0.0), names, tuple(rows),
     )  # fmt: skip
 
 
 def identifiable(rows: Sequence[Row]) -> tuple[str, ...]:
-    """The parameters that these rows can tell, no more than rows."""
+    """Lists the parameters that these rows can tell apart, at most one per row."""
     several = {row.cards for row in rows if row.cards > 1}
     names = ["image"]
     if several and any(row.cards == 1 for row in rows):
@@ -89,13 +89,16 @@ def identifiable(rows: Sequence[Row]) -> tuple[str, ...]:
         names.append("fixed")
     if len(several) > 1:
         names.append("jitter")
+    # As many unknowns as rows at most: more would fit anything.
     return tuple(names[: len(rows)])
 
 
-def _linear(
+def _fit_linear(
     rows: Sequence[Row], seconds: Sequence[float], names: Sequence[str], jitter: float
 ) -> tuple[dict[str, float], float]:
-    """Least-squares seconds by name, none below 0, at a given jitter; and their relative error."""
+    """Fits the seconds by name at a given jitter, none below 0; returns them and the relative
+    error.
+    """
     columns = {
         "fixed": [1 + jitter * slowest_of(row.cards) for row in rows],
         "image": [row.batch * (1 + jitter * slowest_of(row.cards)) for row in rows],
@@ -108,12 +111,12 @@ def _linear(
     return dict(zip(linear, map(float, values))), float(error)
 
 
-# What the JSON files say.
+# Reading the JSON files.
 
 
 @dataclass
 class Measured:
-    """Of all files together; None: no file says it."""
+    """The numbers of all files together; None: no file has it."""
 
     rows: list[Row] = field(default_factory=list)
     card_input: float | None = None  # images a second of the loader of one card
@@ -167,7 +170,7 @@ def _add_row(measured: Measured, result: Any, machine: Any, ranks: int, rate: fl
 
 
 def read_link(path: Path) -> Link:
-    """The link between hosts that ppdist doctor measured: the slowest that its ring met.
+    """Reads the link between hosts that ppdist doctor measured: the slowest one in its ring.
 
     Raises: ConfigError: the file is not such a report, or one of a single host.
     """

@@ -1,13 +1,13 @@
-"""The speed of a training on N cards, by a model.
+"""Predicts the speed of a training on N cards by a model.
 
 A step on N cards takes
 
-    T(N) = max(T_in, (t0 + b t1) (1 + sigma c(N))) + delta [N > 1] + exposed
+T(N) = max(T_in, (t0 + b t1) (1 + sigma c(N))) + delta [N > 1] + exposed
 
-b images of a card; t0, t1: fixed and per image; sigma c(N): the slowest of N cards; delta: what
-being one of several on a host costs; exposed: the part of the gradients' all-reduce between hosts
-that the backward pass does not hide.  A step waits for the loader or the arithmetic, whichever is
-longer, and for the rest after either.
+b: images of a card; t0, t1: fixed and per image; sigma c(N): the slowest of N cards; delta: the
+cost of being one of several cards on a host; exposed: the part of the gradients' all-reduce between
+hosts that the backward pass does not hide.  A step waits for the loader or the arithmetic,
+whichever is longer, and then for the rest.
 """
 
 import math
@@ -35,7 +35,7 @@ ANY_LINK = Link(0.0, math.inf)  # of one host
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal hosts with equally many cards."""
+    """A number of equal hosts with equally many cards."""
 
     hosts: int
     cards: int  # of each host
@@ -43,7 +43,7 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """Cards in all."""
+        """Returns the number of cards of all hosts."""
         return self.hosts * self.cards
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Job:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by cause; they add up."""
+    """The seconds of a step by cause; they add up."""
 
     compute: float
     stragglers: float
@@ -97,10 +97,12 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """Where most of the step goes, apart from the arithmetic, if worth naming."""
-        lost = {name: seconds for name, seconds in asdict(self).items() if name != "compute"}
-        worst = max(lost, key=lambda name: lost[name])
-        return worst if lost[worst] > _LIMIT * self.seconds else "compute"
+        """Names the largest cause of lost time, or "compute" if none is large."""
+        lost_seconds = {
+            name: seconds for name, seconds in asdict(self).items() if name != "compute"
+        }
+        worst = max(lost_seconds, key=lambda name: lost_seconds[name])
+        return worst if lost_seconds[worst] > _LIMIT * self.seconds else "compute"
 
 
 @cache

@@ -41,7 +41,7 @@ def rows(store: "Store") -> list[dict[str, Any]]:
 
 def export(store: "Store") -> None:
     """Rewrites trials.jsonl; any process may call it after any trial."""
-    with store.lock:  # what another has just written must not be replaced by less
+    with store.lock:  # else an older list could replace one that another process has just written
         file = store.folder / "trials.jsonl"
         with writing(file):
             replace_file(file, "".join(json.dumps(row) + "\n" for row in rows(store)).encode())
@@ -99,30 +99,34 @@ class Setting:
 
     @property
     def overrides(self) -> list[str]:
-        """Keys that it changes, as `-o` takes them."""
-        items = [f"{key}={json.dumps(value)}" for key, value in self.trials[0]["params"].items()]
-        return [*self.trials[0]["variant_overrides"], *items]
+        """Returns the keys that the setting changes, as `-o` takes them."""
+        overrides = [
+            f"{key}={json.dumps(value)}" for key, value in self.trials[0]["params"].items()
+        ]
+        return [*self.trials[0]["variant_overrides"], *overrides]
 
-    def values(self, which: str) -> list[float]:
+    def values(self, evaluation: str) -> list[float]:
         """Lists the metric of the trials that count, of their `final` or `best` evaluation."""
-        return [row[which][row["metric"]] for row in self.counted]
+        return [row[evaluation][row["metric"]] for row in self.counted]
 
     def cells(self) -> list[str]:
-        """Writes its line of the table; numbers are means, of the last value with its deviation."""
+        """Returns the setting's row of the table; numbers are means, the last value's with its
+        deviation.
+        """
         states = [row["state"] for row in self.trials]
         reasons = dict.fromkeys(row["why"] for row in self.trials if row.get("why"))
         state = ", ".join(f"{states.count(name)} {name}" for name in dict.fromkeys(states))
-        line = [self.name, " ".join(f"{row['trial']:03d}" for row in self.trials)]
-        line.append(": ".join([state, *reasons]))
+        cells = [self.name, " ".join(f"{row['trial']:03d}" for row in self.trials)]
+        cells.append(": ".join([state, *reasons]))
         if not self.counted:
-            return [*line, "", "", "", ""]
-        last = self.values("final")
-        spread = f" ± {stdev(last):.4f}" if len(last) > 1 else ""
+            return [*cells, "", "", "", ""]
+        final_values = self.values("final")
+        spread = f" ± {stdev(final_values):.4f}" if len(final_values) > 1 else ""
         epochs, minutes = (
             mean(row[name] for row in self.counted) for name in ("epochs", "minutes")
         )
-        line += [f"{epochs:.4g}", f"{minutes:.1f}"]
-        return [*line, f"{mean(last):.4f}{spread}", f"{mean(self.values('best')):.4f}"]
+        cells += [f"{epochs:.4g}", f"{minutes:.1f}"]
+        return [*cells, f"{mean(final_values):.4f}{spread}", f"{mean(self.values('best')):.4f}"]
 
 
 def ranking(rows: Sequence[Row]) -> list[Setting]:

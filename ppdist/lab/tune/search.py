@@ -1,4 +1,4 @@
-"""The loop of a study, which makes its trials side by side."""
+"""The loop that runs the trials of a study side by side."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,25 +11,25 @@ from optuna.trial import TrialState
 from ppdist.common.errors import LaunchError
 from ppdist.lab.tune.results import export
 from ppdist.lab.tune.store import Claim, Store, Waiting
-from ppdist.lab.tune.trial import Curve, Job, Launcher, Past, write_past
+from ppdist.lab.tune.trial import Curve, Job, Launcher, TrialProcess, write_process
 
 CLEAN_STOP = 75
-_READ_EVERY = 6  # looks: metrics.jsonl is read less often than processes are looked at
-_NOTE_SECONDS = 10.0  # between two notes of how long a trial took so far
+_READ_EVERY = 6  # polls: metrics.jsonl is read less often than processes are polled
+_NOTE_SECONDS = 10.0  # between two records of a trial's time so far
 _MOST_FAILURES = 3  # in a row, before anything went well: the next would fail, too
 
 
 @dataclass
 class _Running:
-    """A trial that this process makes, and the place where."""
+    """A running trial of this process and its worker."""
 
     claim: Claim
     job: Job
     minutes_before: float
     hopeless: bool = False
-    said: set[int] = field(default_factory=set)  # epochs
-    noted: float = 0.0  # minutes
-    looks: int = 0
+    reported_epochs: set[int] = field(default_factory=set)
+    saved_minutes: float = 0.0  # in tune.json
+    polls: int = 0
 
     @property
     def minutes(self) -> float:
@@ -38,31 +38,31 @@ class _Running:
 
 @dataclass
 class Search:
-    """Makes the trials of a study that are left, side by side.
+    """The trials of a study that are left to run, made side by side.
 
     Attributes:
-        places: options of fleetrun of each worker: its cards, or its processes.
-        asked_to_stop: true from when a signal came or the time is over.
-        say: told each line for the user.
-        retry_failed: also cells whose trials failed.
-        look_seconds: between two looks at what runs.
+        placements: the fleetrun options of each worker: its cards, or its number of processes.
+        asked_to_stop: returns True once a signal came or the time is over.
+        say: gets each line for the user.
+        retry_failed: run cells again whose trials failed.
+        poll_seconds: between two polls of what runs.
     """
 
     store: Store
     launcher: Launcher
-    places: Sequence[Sequence[str]]
+    placements: Sequence[Sequence[str]]
     asked_to_stop: Callable[[], bool]
     say: Callable[[str], None]
     retry_failed: bool = False
-    look_seconds: float = 0.5
-    _running: dict[int, _Running] = field(default_factory=dict)  # index of a place -> trial
+    poll_seconds: float = 0.5
+    _running: dict[int, _Running] = field(default_factory=dict)  # index of a worker -> trial
     _failures: int = 0
 
-    def run(self, most: int | None = None) -> int:
-        """Runs trials until none is left, `most` are made, or interrupted.
+    def run(self, max_trials: int | None = None) -> int:
+        """Runs trials until none is left, `max_trials` are made, or interrupted.
 
-        Args: most: maximum number of trials to begin.
-        Returns: 0: nothing is left to do, or `most` trials are made; 75: interrupted, the same
+        Args: max_trials: how many trials to begin at most; None: all.
+        Returns: 0: nothing is left to do, or `max_trials` are made; 75: interrupted, the same
             command continues.
         Raises: UserError: the experiment cannot be started or measured as the study says.
         """
@@ -70,81 +70,84 @@ class Search:
             undo.callback(self._abandon)
             begun = 0
             while True:
-                stop = self.asked_to_stop()
-                waiting = False
-                for place in range(len(self.places)):
-                    if place in self._running or stop:
+                is_stopping = self.asked_to_stop()
+                is_waiting = False
+                for worker in range(len(self.placements)):
+                    if worker in self._running or is_stopping:
                         continue
                     claim = self.store.claim(
-                        begin=most is None or begun < most, retry_failed=self.retry_failed
+                        begin=max_trials is None or begun < max_trials,
+                        retry_failed=self.retry_failed,
                     )
                     if isinstance(claim, Claim):
                         begun += not claim.again
-                        self._start(place, claim)
+                        self._start(worker, claim)
                     else:
-                        waiting = waiting or isinstance(claim, Waiting)
-                if not self._running and (stop or not waiting):
-                    return CLEAN_STOP if stop else 0
-                time.sleep(self.look_seconds)
-                for place in [*self._running]:
-                    self._look(place, stop)
+                        is_waiting = is_waiting or isinstance(claim, Waiting)
+                if not self._running and (is_stopping or not is_waiting):
+                    return CLEAN_STOP if is_stopping else 0
+                time.sleep(self.poll_seconds)
+                for worker in [*self._running]:
+                    self._poll(worker, is_stopping)
 
-    def _start(self, place: int, claim: Claim) -> None:
+    def _start(self, worker: int, claim: Claim) -> None:
         study, cell = self.store.config, claim.cell
         folder = self.store.trial_folder(claim.number)
-        past = Past.of(folder)
-        job = self.launcher.start(folder, self.places[place], study.config, cell.overrides(study))
-        self._running[place] = _Running(claim, job, past.minutes)
-        self._note(self._running[place])
-        how = "continues" if claim.again else "starts"
-        self.say(f"trial {claim.number:03d} ({cell.label}) {how} in {folder}")
+        past = TrialProcess.of(folder)
+        job = self.launcher.start(
+            folder, self.placements[worker], study.config, cell.overrides(study)
+        )
+        self._running[worker] = _Running(claim, job, past.minutes)
+        self._save_minutes(self._running[worker])
+        verb = "continues" if claim.again else "starts"
+        self.say(f"trial {claim.number:03d} ({cell.label}) {verb} in {folder}")
 
-    def _look(self, place: int, stop: bool) -> None:
-        """Records what a trial has measured; prunes or finishes it."""
-        running = self._running[place]
+    def _poll(self, worker: int, is_stopping: bool) -> None:
+        """Records what a trial has measured so far; prunes or finishes it."""
+        running = self._running[worker]
         number = running.claim.number
         code = running.job.poll()
-        if stop and code is None:
+        if is_stopping and code is None:
             running.job.stop()
-        running.looks += 1
-        if code is None and running.looks % _READ_EVERY:
+        running.polls += 1
+        if code is None and running.polls % _READ_EVERY:
             return
         curve = Curve.of(running.job.folder, self.store.config.metric)
         values = curve.values()
         if self.store.report(number, values) and code is None and not running.hopeless:
             running.hopeless = True
             self.say(f"trial {number:03d} is pruned at epoch {max(values)}: stopping")
-        for epoch in sorted(values.keys() - running.said):
-            running.said.add(epoch)
+        for epoch in sorted(values.keys() - running.reported_epochs):
+            running.reported_epochs.add(epoch)
             self.say(f"trial {number:03d} epoch {epoch}: {curve.metric} {values[epoch]:.4f}")
-        if (running.minutes - running.noted) * 60 > _NOTE_SECONDS:
-            self._note(running)
+        if (running.minutes - running.saved_minutes) * 60 > _NOTE_SECONDS:
+            self._save_minutes(running)
         if code is None:
             if running.hopeless:
                 running.job.stop()
             return
-        del self._running[place]
-        self._ended(running, code, curve, stop)
+        del self._running[worker]
+        self._finish_ended(running, code, curve, is_stopping)
 
-    def _ended(self, running: _Running, code: int, curve: Curve, stop: bool) -> None:
+    def _finish_ended(self, running: _Running, code: int, curve: Curve, is_stopping: bool) -> None:
         claim, number = running.claim, running.claim.number
-        self._note(running)
+        self._save_minutes(running)
         if code == 0 and not curve.evaluations:
-            why = "it ended without an evaluation"
-            self._finish(claim, TrialState.FAIL, curve, running.minutes, why)
+            reason = "it ended without an evaluation"
+            self._finish(claim, TrialState.FAIL, curve, running.minutes, reason)
         elif code == 0:
             self._finish(claim, TrialState.COMPLETE, curve, running.minutes)
         elif running.hopeless:  # however it ended, once it was asked to
             self._finish(claim, TrialState.PRUNED, curve, running.minutes)
-        elif stop:
+        elif is_stopping:
             self.store.leave(number)
             self.say(f"trial {number:03d} was stopped; run the same command to continue it")
         else:
-            why = f"exit code {code}: {running.job.said()}"
-            self._finish(claim, TrialState.FAIL, curve, running.minutes, why)
+            reason = f"exit code {code}: {running.job.last_message()}"
+            self._finish(claim, TrialState.FAIL, curve, running.minutes, reason)
 
     def _finish(
-        self, claim: Claim, state: TrialState, curve: Curve, minutes: float, why: str = ""
+        self, claim: Claim, state: TrialState, curve: Curve, minutes: float, reason: str = ""
     ) -> None:
         value = curve.evaluations[-1][curve.metric] if curve.evaluations else None
         result: dict[str, Any] = {
@@ -153,21 +156,22 @@ class Search:
             "final": curve.final(),
             "best": curve.best(self.store.config.lower_is_better),
             "curve": curve.points(),
-            "why": why,
+            "why": reason,
         }
         self.store.finish(claim.number, state, value, result)
         export(self.store)
-        shown = "" if value is None else f", {curve.metric} {value:.4f}"
+        score_text = "" if value is None else f", {curve.metric} {value:.4f}"
         self.say(
-            f"trial {claim.number:03d} ({claim.cell.label}) {state.name.lower()}{shown}, "
-            f"{minutes:.1f} min" + (f": {why}" if why else "")
+            f"trial {claim.number:03d} ({claim.cell.label}) {state.name.lower()}{score_text}, "
+            f"{minutes:.1f} min" + (f": {reason}" if reason else "")
         )
+        # A setting may fail; failures in a row without any success mean that the study is wrong.
         self._failures = self._failures + 1 if state == TrialState.FAIL else 0
-        states = {each.state for each in self.store.trials()}
-        good = states & {TrialState.COMPLETE, TrialState.PRUNED}
-        if self._failures >= _MOST_FAILURES and not good:
+        states = {trial.state for trial in self.store.trials()}
+        has_success = states & {TrialState.COMPLETE, TrialState.PRUNED}
+        if self._failures >= _MOST_FAILURES and not has_success:
             raise LaunchError(
-                f"{self._failures} trials failed and none succeeded, the last with {why}",
+                f"{self._failures} trials failed and none succeeded, the last with {reason}",
                 code="trials_failed",
                 fix=(
                     f"see console.log in {self.store.trial_folder(claim.number)}, then start "
@@ -175,12 +179,12 @@ class Search:
                 ),
             )
 
-    def _note(self, running: _Running) -> None:
-        running.noted = running.minutes
-        write_past(running.job, running.noted)
+    def _save_minutes(self, running: _Running) -> None:
+        running.saved_minutes = running.minutes
+        write_process(running.job, running.saved_minutes)
 
     def _abandon(self) -> None:
-        """Ends our trainings on any exit; they save and can be continued."""
+        """Stops our trainings on any exit; they save and can be continued."""
         for running in self._running.values():
             running.job.stop()
         for running in self._running.values():

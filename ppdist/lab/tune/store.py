@@ -1,9 +1,9 @@
-"""Store of a study: a folder that any number of processes share.
+"""The store of a study: a folder that any number of processes share.
 
-    journal.log    Optuna's storage: every trial, its values as they come, how it ended
-    study.json     settings with which the study began
-    trials/NNN/    the output_dir of trial NNN; tune.lock there belongs to who runs it
-    *.lock         locks for exclusive work; released however their process ends
+journal.log    Optuna's storage: every trial, its values as they come, how it ended
+study.json     settings with which the study began
+trials/NNN/    the output_dir of trial NNN; tune.lock there belongs to the process that runs it
+*.lock         locks for exclusive work; released however their process ends
 
 A trial that the journal lists as running but whose lock is free was left by a process that is gone;
 the next process that asks for work continues it.
@@ -43,22 +43,23 @@ from ppdist.common.files import (
 )
 from ppdist.config.experiment import load_config
 from ppdist.config.study import PrunerConfig, StudyConfig
-from ppdist.lab.tune.trial import Cell, Past, grid
+from ppdist.lab.tune.trial import Cell, TrialProcess, grid
 
-# What may change between two starts: more to do, and how fast; variants are compared one by one.
-_MAY_CHANGE = {
+# Keys that may change between two starts: more trials, and how fast; variants are compared one by
+# one.
+_CHANGEABLE_KEYS = {
     "name", "trials", "variants", "seeds", "workers",
     "config", "overrides",  # which `experiment` stands for
     # Of earlier versions; minutes_per_trial stands for the last two.
     "baselines", "costs_like", "calibration_epochs",
 }  # fmt: skip
-_SEEDS_APART = 1_000_003  # of the sampler, between two trials
+_SEEDS_APART = 1_000_003  # between the sampler's seeds of two trials
 _NAME = "ppdist"  # of the one study in the journal
 _ENTRY = {"op_code", "worker_id"}  # what each line of it has
 
 
 class StudyLock(FileLock):
-    """A `FileLock`, without which the processes of a study cannot agree."""
+    """A `FileLock` that must work: without it the processes of a study cannot agree."""
 
     def try_acquire(self) -> bool:
         """Takes the lock if it is free.
@@ -79,7 +80,7 @@ class StudyLock(FileLock):
 
 
 class JournalLock(StudyLock):
-    """The lock Optuna takes before it appends to its journal.
+    """The lock that Optuna takes before it appends to its journal.
 
     Optuna's own lock files outlive a killed process.  The holder of this one first cuts off a
     line that a crash or a full disk left: Optuna would append the next to it, and read neither.
@@ -106,7 +107,7 @@ class Claim:
 
     Attributes:
         number: names its folder.
-        again: another process, or this one before, has begun it.
+        again: it continues a trial that this or another process has begun.
     """
 
     number: int
@@ -115,11 +116,11 @@ class Claim:
 
 
 class Waiting:
-    """Nothing to do yet: a training whose owner died is still running."""
+    """A claim that has to wait: a training whose owner died is still running."""
 
 
 def _is_entry(line: bytes) -> bool:
-    """Whether a line of the journal is whole."""
+    """Returns True if a line of the journal is a complete entry."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -134,9 +135,9 @@ class Store:
     """
 
     def __init__(self, folder: Path, study: StudyConfig) -> None:
-        """Opens the folder, and makes it where there is none.
+        """Opens the folder, or makes it.
 
-        Raises: ConfigError: there is another study in it, or what is left of one.
+        Raises: ConfigError: it holds another study, or the remains of one.
         """
         make_folder(folder)
         self.folder, self.config = folder, study
@@ -144,11 +145,11 @@ class Store:
         self._mine: dict[int, StudyLock] = {}  # number of a trial -> its lock
         with _experimental(), self.lock:
             optuna.logging.set_verbosity(optuna.logging.ERROR)
-            self._agree()
+            self._check_settings()
             journal = folder / "journal.log"
             journal_lock: Any = JournalLock(journal)  # Optuna names no public type
             with journal_lock:
-                self._require_whole(journal)
+                self._require_complete(journal)
             backend = JournalFileBackend(str(journal), journal_lock)
             try:
                 self.study = optuna.create_study(
@@ -164,11 +165,13 @@ class Store:
                 raise self._damaged(
                     journal, f"its lines contradict each other ({type(error).__name__}: {error})"
                 ) from error
-        failed = [each.number for each in self.trials() if each.state == TrialState.FAIL]
+        failed = [trial.number for trial in self.trials() if trial.state == TrialState.FAIL]
         self._failed_before = frozenset(failed)
 
-    def _agree(self) -> None:
-        """Checks that the folder holds this study, perhaps with fewer trials."""
+    def _check_settings(self) -> None:
+        """Checks that the folder holds this study, perhaps with fewer trials, and writes its
+        settings.
+        """
         file, now = self.folder / "study.json", self.config.model_dump(mode="json", by_alias=True)
         now["experiment"] = _digest(self.config)
         if file.exists():
@@ -182,17 +185,17 @@ class Store:
                     fix="if the study is the same as before, delete this file and start it again, "
                     "which goes on; else give it its own folder with --out",
                 )
-            keys = {*now, *before} - _MAY_CHANGE
+            keys = {*now, *before} - _CHANGEABLE_KEYS
             changed = {key for key in keys if now.get(key) != before.get(key)}
             if "experiment" in changed and now["overrides"] != before["overrides"]:
                 changed = changed - {"experiment"} | {"overrides"}
             # Also of variants that are gone: their trials still stand in the journal.
-            known = before["variants"] | now["variants"]
+            variants = before["variants"] | now["variants"]
             changed |= {
                 f"variants.{name}" for name in before["variants"]
-                if known[name] != before["variants"][name]
+                if variants[name] != before["variants"][name]
             }  # fmt: skip
-            now |= {"variants": known}
+            now |= {"variants": variants}
             if changed:
                 raise ConfigError(
                     f"{self.folder} holds a study with other values of "
@@ -203,7 +206,7 @@ class Store:
         write_json(file, now, indent=1, sync=True)
         sync_path(self.folder)  # the name, too, before there are trials
 
-    def _require_whole(self, journal: Path) -> None:
+    def _require_complete(self, journal: Path) -> None:
         """Checks that every line of the journal is an entry, and that it has some if trials exist.
 
         Raises: ConfigError `study_damaged`.
@@ -235,13 +238,13 @@ class Store:
         return self.folder / "trials" / f"{number:03d}"
 
     def trials(self) -> list[FrozenTrial]:
-        """All there are, by number."""
+        """Returns all trials, by number."""
         return self.study.get_trials(deepcopy=False)
 
     def cell_of(self, trial: FrozenTrial) -> Cell | None:
-        """The cell of a trial; None: its process died before recording it."""
-        found = trial.user_attrs.get("cell")
-        return Cell.of(found) if found else None
+        """Returns the cell of a trial; None: its process died before recording it."""
+        record = trial.user_attrs.get("cell")
+        return Cell.of(record) if record else None
 
     def claim(self, *, begin: bool, retry_failed: bool) -> Claim | Waiting | None:
         """Claims the next trial; None: nothing is left for this process.
@@ -256,10 +259,10 @@ class Store:
             for trial in trials:
                 if trial.state != TrialState.RUNNING or trial.number in self._mine:
                     continue
-                found = self._adopt(trial)
-                waiting = waiting or isinstance(found, Waiting)
-                if isinstance(found, Claim):
-                    return found
+                adopted = self._adopt(trial)
+                waiting = waiting or isinstance(adopted, Waiting)
+                if isinstance(adopted, Claim):
+                    return adopted
             claim = self._begin(trials, retry_failed) if begin else None
             return claim or (Waiting() if waiting else None)
 
@@ -274,24 +277,24 @@ class Store:
             self.study.tell(trial.number, state=TrialState.FAIL)
             return None
         folder = self.trial_folder(trial.number)
-        if Past.of(folder).end() or files.is_held(folder):  # an orphan that is about to end
+        if TrialProcess.of(folder).end() or files.is_held(folder):  # an orphan that is about to end
             lock.close()
             return Waiting()
         self._mine[trial.number] = lock
         return Claim(trial.number, cell, True)
 
     def _begin(self, trials: Sequence[FrozenTrial], retry_failed: bool) -> Claim | None:
-        """A trial of its own, under the lock of the study."""
+        """Begins a new trial; the caller holds the lock of the study."""
         # A trial that fails in this process is not released: it would be retried forever.
         freed = self._failed_before if retry_failed else frozenset()
-        counted = [each for each in trials if each.number not in freed]
+        counted = [trial for trial in trials if trial.number not in freed]
         if self.config.trials is not None and len(counted) >= self.config.trials:
             return None
         number = len(trials)
         if self.config.sampler == "grid":
-            cells = (self.cell_of(each) for each in counted)
+            cells = (self.cell_of(trial) for trial in counted)
             taken = {cell.key() for cell in cells if cell is not None}
-            cell = next((each for each in grid(self.config) if each.key() not in taken), None)
+            cell = next((trial for trial in grid(self.config) if trial.key() not in taken), None)
             if cell is None:
                 return None
             coded = {
@@ -304,8 +307,8 @@ class Store:
                 )
             trial = self.study.ask(_distributions(self.config))
         else:
-            # Of its own for each trial: one that went on would draw its first numbers again after
-            # a restart.
+            # A sampler for each trial: one for all would draw its first numbers again after a
+            # restart.
             self.study.sampler = _sampler(self.config, number)
             trial = self.study.ask(_distributions(self.config))
             params = {
@@ -321,7 +324,7 @@ class Store:
         return Claim(number, cell, again=False)
 
     def report(self, number: int, values: dict[int, float]) -> bool:
-        """Records a trial's values by epoch; returns whether to prune it."""
+        """Records a trial's values by epoch; returns True if it should be pruned."""
         new = sorted(values.keys() - self.trials()[number].intermediate_values.keys())
         trial, hopeless = self._trial(number) if new else None, False
         for epoch in new:
@@ -342,8 +345,9 @@ class Store:
         self.leave(number)
 
     def _trial(self, number: int) -> optuna.Trial:
-        """A trial that any process began."""
-        self.study.sampler = optuna.samplers.RandomSampler(0)  # another would think about it now
+        """Returns a trial that any process began, ready to be reported to."""
+        # Any other sampler would compute a suggestion when the trial is made.
+        self.study.sampler = optuna.samplers.RandomSampler(0)
         return optuna.Trial(self.study, self.trials()[number]._trial_id)
 
     def leave(self, number: int) -> None:
@@ -368,7 +372,7 @@ def _experimental() -> Iterator[None]:
 
 
 def _digest(study: StudyConfig) -> str:
-    """Digest of what all trials share, independent of file names.
+    """Computes a digest of what all trials share, independent of file names.
 
     Defaults are left out: a new key of a later version changes no experiment.
     """
@@ -400,16 +404,18 @@ def _pruner(config: PrunerConfig) -> optuna.pruners.BasePruner:
 
 
 def _distributions(study: StudyConfig) -> dict[str, BaseDistribution]:
-    """Choices are JSON: of lists and mappings Optuna knows nothing."""
-    found: dict[str, BaseDistribution] = {}
+    """Makes Optuna's distributions; choices are JSON, for Optuna takes no lists or mappings."""
+    distributions: dict[str, BaseDistribution] = {}
     for key, dimension in study.space.items():
         low, high, step, log = dimension.low, dimension.high, dimension.step, dimension.log
         if dimension.choices is not None:
-            found[key] = CategoricalDistribution([json.dumps(each) for each in dimension.choices])
+            distributions[key] = CategoricalDistribution(
+                [json.dumps(choice) for choice in dimension.choices]
+            )
             continue
         assert low is not None and high is not None
         if dimension.whole:
-            found[key] = IntDistribution(int(low), int(high), log=log, step=int(step or 1))
+            distributions[key] = IntDistribution(int(low), int(high), log=log, step=int(step or 1))
         else:
-            found[key] = FloatDistribution(low, high, log=log, step=step)
-    return found
+            distributions[key] = FloatDistribution(low, high, log=log, step=step)
+    return distributions

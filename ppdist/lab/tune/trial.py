@@ -1,4 +1,4 @@
-"""One trial of a study: its cell, its training, its curve."""
+"""One trial of a study: its cell, its training, its curve of evaluations."""
 
 import itertools
 import json
@@ -23,16 +23,16 @@ _TAIL_BYTES = 4000
 _RESTARTS = "2"  # of a training that crashes; it continues from its newest checkpoint
 
 
-# Cells of a study: a setting and a seed each.
+# Cells of a study: a setting and a seed.
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training of a study.
+    """A cell of a study: the setting and seed of one training.
 
     Attributes:
         variant: "" in a study without variants.
-        variant_overrides: what it changes; its name alone does not say.
+        variant_overrides: the overrides of the variant.
         params: key -> value, as the configuration takes it.
         seed: of training; None: that of the configuration.
     """
@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def setting(self) -> str:
-        """The setting in words without the seed."""
+        """Describes the setting without the seed."""
         values = ", ".join(f"{key}={_short(value)}" for key, value in self.params.items())
         return ": ".join(part for part in (self.variant, values) if part) or "base"
 
@@ -53,29 +53,29 @@ class Cell:
         return self.setting + ("" if self.seed is None else f", seed {self.seed}")
 
     def key(self) -> str:
-        """Tells it from every other trial of a grid."""
+        """Returns a text that differs for every cell of a grid."""
         return json.dumps(self.record(), sort_keys=True)
 
     def overrides(self, study: StudyConfig) -> list[str]:
-        """All of `-o` but its length and its folder."""
-        items = [*study.overrides, *self.variant_overrides]
-        items += [item_of(key, value) for key, value in self.params.items()]
-        return items + ([] if self.seed is None else [f"seed={self.seed}"])
+        """Returns the overrides of the training, without its length and its folder."""
+        overrides = [*study.overrides, *self.variant_overrides]
+        overrides += [item_of(key, value) for key, value in self.params.items()]
+        return overrides + ([] if self.seed is None else [f"seed={self.seed}"])
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Cell":
-        """The cell of such a record."""
+        """Makes a cell from its record."""
         changes = tuple(record["variant_overrides"])
         return cls(record["variant"], changes, record["params"], record["seed"])
 
 
 def grid(study: StudyConfig) -> list[Cell]:
-    """Every cell of a grid, ordered by seed first.
+    """Lists every cell of a grid, ordered by seed first.
 
-    So a study that ends early has compared every setting.
+    With this order a study that ends early has compared every setting.
     """
     points = itertools.product(*(dimension.values() for dimension in study.space.values()))
     params = [dict(zip(study.space, point)) for point in points]
@@ -96,7 +96,7 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Launcher:
-    """How trainings are started.
+    """The means of starting trainings.
 
     Attributes:
         command: of fleetrun.
@@ -109,20 +109,20 @@ class Launcher:
     threads: int
 
     def start(
-        self, folder: Path, placing: Sequence[str], config: str, overrides: Sequence[str]
+        self, folder: Path, placement: Sequence[str], config: str, overrides: Sequence[str]
     ) -> "Job":
         """Starts, or continues from its newest checkpoint, the training of a folder.
 
-        Args: placing: options of fleetrun: which cards, or how many processes.
+        Args: placement: options of fleetrun: which cards, or how many processes.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        line = [*self.command, *placing, "--max_restart", _RESTARTS]
+        line = [*self.command, *placement, "--max_restart", _RESTARTS]
         line += ["--log_dir", str(folder / "log"), *self.script]
         line += ["-c", config, "--eval", "--resume", "auto"]
         line += ["-o", *overrides, item_of("output_dir", str(folder))]
         environment = {"OMP_NUM_THREADS": str(self.threads), **os.environ}
         with open_own(folder / "console.log", "ab") as console:
-            # When this process is gone, the trial is told to save and end.
+            # When this process is gone, fleetrun has the trial save and end.
             process = start(
                 line,
                 stdout=console,
@@ -136,7 +136,7 @@ class Launcher:
 
 @dataclass
 class Job:
-    """A training that was started."""
+    """A training that was started by `Launcher`."""
 
     process: Process
     folder: Path
@@ -144,7 +144,7 @@ class Job:
     asked_to_stop: bool = False
 
     def poll(self) -> int | None:
-        """Exit code of the training; None while it runs.
+        """Returns the exit code of the training; None while it runs.
 
         0: done; 75: stopped after a checkpoint; 2: wrong input.
         """
@@ -154,14 +154,14 @@ class Job:
         return (time.monotonic() - self.began) / 60
 
     def stop(self) -> None:
-        """Asks it to save and end; the second time does nothing."""
+        """Asks the training to save and end; a second call does nothing."""
         if not self.asked_to_stop:
             self.asked_to_stop = True
             with suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGTERM)
 
-    def said(self) -> str:
-        """The end of what it wrote to the terminal."""
+    def last_message(self) -> str:
+        """Returns the last error, else the last line, that the training wrote to the terminal."""
         try:
             with open_file(self.folder / "console.log") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -174,8 +174,8 @@ class Job:
 
 
 @dataclass
-class Past:
-    """What tune.json of a trial says of the processes that ran it."""
+class TrialProcess:
+    """The processes that ran a trial so far, as its tune.json records them."""
 
     minutes: float = 0.0
     host: str = ""
@@ -183,10 +183,10 @@ class Past:
     started: str = ""
 
     @classmethod
-    def of(cls, folder: Path) -> "Past":
+    def of(cls, folder: Path) -> "TrialProcess":
         try:
             content = json.loads(text_of(folder / "tune.json"))
-            return cls(**{each.name: content[each.name] for each in fields(cls)})
+            return cls(**{key.name: content[key.name] for key in fields(cls)})
         except (OSError, ValueError, TypeError, KeyError):
             return cls()
 
@@ -195,88 +195,93 @@ class Past:
 
         On other hosts only the lock of the run is known.
 
-        Returns: whether it still runs.
+        Returns: True if it still runs.
         """
         alive = self.pid > 0 and self.host == socket.gethostname()
-        if not alive or not self.started or self.started != _started(self.pid):
+        if not alive or not self.started or self.started != start_ticks(self.pid):
             return False
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
         return True
 
 
-def write_past(job: Job, minutes: float) -> None:
-    """Writes tune.json."""
+def write_process(job: Job, minutes: float) -> None:
+    """Writes tune.json: the time so far, and the process that runs the trial now."""
     pid = job.process.pid
-    past = Past(round(minutes, 3), socket.gethostname(), pid, _started(pid))
+    past = TrialProcess(round(minutes, 3), socket.gethostname(), pid, start_ticks(pid))
     write_json(job.folder / "tune.json", asdict(past))
 
 
-def _started(pid: int) -> str:
-    """Start time of a process, in ticks since boot; ids are reused.
+def start_ticks(pid: int) -> str:
+    """Returns the start time of a process, in ticks since boot; "": it is gone, or there is no
+    /proc.
 
-    "": it is gone, or there is no /proc.
+    It tells a process from a later one of the same id.
     """
     stat = process_stat(pid)
     return str(stat.began) if stat is not None and stat.is_alive else ""
 
 
-# What a training has measured so far, from its metrics.jsonl.
+# The evaluations of a training so far, from its metrics.jsonl.
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Its evaluations in their order.  Args: metric: what the study goes by."""
+    """The evaluations of a training, in order.
+
+    Attributes: metric: the metric of the study.
+    """
 
     metric: str
     evaluations: Sequence[Record]
 
     @classmethod
     def of(cls, folder: Path, metric: str) -> "Curve":
-        """The metric curve of a run; empty before it writes anything.
+        """Reads the metric curve of a run; empty before it writes anything.
 
         Raises: ConfigError: its evaluations have no such number.
         """
         try:
-            found = MetricRecords.of(read_metrics(folder / "metrics.jsonl")).evaluations
+            evaluations = MetricRecords.of(read_metrics(folder / "metrics.jsonl")).evaluations
         except FileNotFoundError:
-            found = []
-        for each in found:
-            if metric not in each:
-                have = sorted(key for key in _numbers(each) if not key.endswith("_seconds"))
+            evaluations = []
+        for record in evaluations:
+            if metric not in record:
+                have = sorted(key for key in _numbers(record) if not key.endswith("_seconds"))
                 raise ConfigError(
                     f"{metric}: evaluations of {folder} have no such number, but {', '.join(have)}",
                     code="unknown_metric",
                     where="metric",
                 )
         # One that could not be measured (null) is ignored.
-        return cls(metric, [each for each in found if isinstance(each[metric], int | float)])
+        measured = [record for record in evaluations if isinstance(record[metric], int | float)]
+        return cls(metric, measured)
 
     def values(self) -> dict[int, float]:
-        """By whole epochs, from 1; of two in one epoch the first."""
-        found: dict[int, float] = {}
-        for each in self.evaluations:
-            found.setdefault(max(1, round(each["epoch"])), float(each[self.metric]))
-        return found
+        """Returns the values by whole epochs, from 1; of two in one epoch the first."""
+        values_by_epoch: dict[int, float] = {}
+        for record in self.evaluations:
+            values_by_epoch.setdefault(max(1, round(record["epoch"])), float(record[self.metric]))
+        return values_by_epoch
 
     def points(self) -> list[list[float]]:
-        """[epoch, value] of each."""
-        return [[round(each["epoch"], 3), each[self.metric]] for each in self.evaluations]
+        """Returns [epoch, value] of every evaluation."""
+        return [[round(record["epoch"], 3), record[self.metric]] for record in self.evaluations]
 
     def final(self) -> dict[str, float]:
-        """The numbers of the last evaluation; empty without one."""
+        """Returns the numbers of the last evaluation; empty without one."""
         return _numbers(self.evaluations[-1]) if self.evaluations else {}
 
     def best(self, lower_is_better: bool) -> dict[str, float]:
-        """The numbers of the evaluation with the best value of the metric."""
+        """Returns the numbers of the evaluation with the best value of the metric."""
         if not self.evaluations:
             return {}
         sign = -1 if lower_is_better else 1
-        return _numbers(max(self.evaluations, key=lambda each: sign * each[self.metric]))
+        return _numbers(max(self.evaluations, key=lambda record: sign * record[self.metric]))
 
 
 def _numbers(record: Record) -> dict[str, Any]:
-    """Without classes (`AP/name`) and fields common to all records."""
+    """Returns the numbers of a record, without those of classes (`AP/name`) and `time`."""
     return {
         key: round(value, 6) if isinstance(value, float) else value
         for key, value in record.items()

@@ -37,7 +37,7 @@ from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, device
 from ppdist.engine.build import build_training
 from ppdist.engine.continuation import ANEW, Continuation
-from ppdist.lab.benchmark.step import machine, measure_training
+from ppdist.lab.benchmark.step import describe_machine, measure_training
 from ppdist.lab.verify import dp_equivalence
 
 Report = dict[str, Any]
@@ -46,15 +46,15 @@ PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
 JSON_NAME = "accelerator.json"
 
 _STEPS, _STEPS_WITH_CPU = 6, 3  # of the equivalence; on a CPU a large model takes seconds an image
-_NOISE_ALLOWED = 10.0  # times what two uninterrupted runs differ by
-# Where there is no configuration.  A YOLOv5 of this size amplifies a rounding a hundred times as
-# much, so it proves less.
+_NOISE_ALLOWED = 10.0  # times the difference of two uninterrupted runs
+# The model when no configuration is given.  A YOLOv5 of this size amplifies a rounding a hundred
+# times as much, so it would prove less.
 _BUILT_IN, _IMAGES, _SIDE = "demo", 96, 160
 
 
 @dataclass
 class Result:
-    """Result of a part: FAIL with any problem, else NOT RUN with any reason, else PASS."""
+    """The result of a part: FAIL with any problem, else NOT RUN with any reason, else PASS."""
 
     measured: Report = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -67,14 +67,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Proof:
-    """What the parts work with.
+    """The input of all parts.
 
     Attributes:
         source: file of the configuration, or the name of a shipped one; overrides: items of -o.
         work: a folder that is deleted at the end.
-        command: the words that start a command of ours, such as `verify`.
-        steps: that measure speed, and of the resumed run.
-        efficiency: the least part of N times the rate of one card.
+        command: returns the words that start one of our commands, such as `verify`.
+        steps: how many steps measure speed, and how many the resumed run has.
+        efficiency: the minimum speed of N cards, as a part of N times the rate of one.
     """
 
     source: str
@@ -84,14 +84,18 @@ class Proof:
     steps: int
     efficiency: float
 
-    def config(self, *more: str) -> ExperimentConfig:
+    def config(self, *overrides: str) -> ExperimentConfig:
         """Loads the configuration.  Collective."""
-        return comm.run_on_all_ranks(lambda: load_config(self.source, [*self.overrides, *more]))
+        return comm.run_on_all_ranks(
+            lambda: load_config(self.source, [*self.overrides, *overrides])
+        )
 
-    def words(self, command: str, kind: str, *more: str) -> list[str]:
+    def words(self, command: str, kind: str, *overrides: str) -> list[str]:
         """Writes the command line of one of our commands, with this configuration."""
-        given = ["-o", *self.overrides, *more] if self.overrides or more else []
-        return [*self.command(command), kind, "-c", self.source, *given]
+        override_options = (
+            ["-o", *self.overrides, *overrides] if self.overrides or overrides else []
+        )
+        return [*self.command(command), kind, "-c", self.source, *override_options]
 
 
 def verify_accelerator(
@@ -138,7 +142,7 @@ def verify_accelerator(
             if comm.is_main():
                 print(line(name, results[name]), flush=True)
     report = {
-        "machine": machine() | {"hosts": comm.all_gather_object(comm.host())},
+        "machine": describe_machine() | {"hosts": comm.all_gather_object(comm.host())},
         "config": config_file or "built in",
         "overrides": list(overrides),
         "parts": {
@@ -176,7 +180,7 @@ def equivalence(proof: Proof) -> Result:
 
 
 def judge_equivalence(report: Report) -> Result:
-    """Judges the equivalence.  Args: report: of `dp_equivalence.verify_ranks`."""
+    """Judges the equivalence by the report of `dp_equivalence.verify_ranks`."""
     verdict = dp_equivalence.verdict(report)
     result = Result({"report": report})
     if verdict == FAIL:
@@ -217,7 +221,7 @@ def speed(proof: Proof) -> Result:
     return result
 
 
-def judge_speed(rates: Mapping[int, float], least: float, on_cards: bool) -> Result:
+def judge_speed(rates: Mapping[int, float], minimum: float, on_cards: bool) -> Result:
     """Judges the speed.
 
     Args: rates: images per second of all ranks, by the number of ranks; with that of 1.
@@ -229,9 +233,9 @@ def judge_speed(rates: Mapping[int, float], least: float, on_cards: bool) -> Res
         result.not_run = "one rank only: measured, with nothing to compare"
     elif not on_cards:
         result.not_run = "ranks of a CPU share its cores: measured, not judged"
-    elif not share >= least:
+    elif not share >= minimum:
         result.problems = [
-            f"{world} cards: {share:.0%} of {world} times the rate of one, asked for {least:.0%}"
+            f"{world} cards: {share:.0%} of {world} times the rate of one, asked for {minimum:.0%}"
         ]
     return result
 
@@ -263,7 +267,7 @@ def resume(proof: Proof) -> Result:
             with experiment.log:
                 experiment.trainer.fit()
         return comm.run_on_main(
-            lambda: off_by(*(_checkpoint(proof.work / run) for run in (name, "whole")))
+            lambda: relative_difference(*(_checkpoint(proof.work / run) for run in (name, "whole")))
         )
 
     train("whole")
@@ -280,12 +284,12 @@ def _checkpoint(folder: Path) -> Checkpoint:
     }
 
 
-def off_by(one: Checkpoint, other: Checkpoint) -> float:
-    """Divides the L2 norm of two checkpoints' difference by that of the other; 0: equal."""
-    if one.keys() != other.keys() or not one:
-        raise ValueError(f"the checkpoints hold {len(one)} and {len(other)} tensors")
-    wide = {key: array.astype(np.float64) for key, array in other.items()}
-    off = sum(float(np.square(one[key] - array).sum()) for key, array in wide.items())
+def relative_difference(first: Checkpoint, second: Checkpoint) -> float:
+    """Divides the L2 norm of two checkpoints' difference by that of the second; 0: equal."""
+    if first.keys() != second.keys() or not first:
+        raise ValueError(f"the checkpoints hold {len(first)} and {len(second)} tensors")
+    wide = {key: array.astype(np.float64) for key, array in second.items()}
+    off = sum(float(np.square(first[key] - array).sum()) for key, array in wide.items())
     size = sum(float(np.square(array).sum()) for array in wide.values())
     relative = math.sqrt(off / max(size, 1e-24))
     return relative if math.isfinite(relative) else 1e9  # JSON has no other number for it
@@ -294,7 +298,7 @@ def off_by(one: Checkpoint, other: Checkpoint) -> float:
 def judge_resume(resumed: float, noise: float) -> Result:
     """Judges the resume.
 
-    Args: noise: `off_by` of two uninterrupted runs; not measured where `resumed` is 0.
+    Args: noise: `relative_difference` of two uninterrupted runs; not measured where `resumed` is 0.
     """
     result = Result({"resumed_off_by": resumed, "uninterrupted_off_by": noise})
     if resumed > _NOISE_ALLOWED * noise:
@@ -310,7 +314,7 @@ PARTS: dict[str, Callable[[Proof], Result]] = {
 
 
 def line(name: str, result: Result) -> str:
-    """Writes `PASS     resume`, with what went wrong or the reason, and the figures below."""
+    """Formats `PASS     resume`, with what went wrong or the reason, and the figures below."""
     reason = "; ".join(result.problems) or result.not_run
     rates = result.measured.get("images_per_second", {})
     below = [f"{rate:.1f} images a second on {ranks}" for ranks, rate in sorted(rates.items())]
@@ -320,5 +324,5 @@ def line(name: str, result: Result) -> str:
 
 
 def failed(report: Report) -> bool:
-    """Whether any part did."""
+    """Returns True if any part failed."""
     return any(part["verdict"] == FAIL for part in report["parts"].values())

@@ -1,7 +1,7 @@
-"""Measured speed of a cluster: an all-reduce by message size.
+"""Measures the speed of a cluster: an all-reduce by message size.
 
-What `ppdist doctor` runs on every rank, once they are compared.  The paths of a GPU were not run on
-one.
+`ppdist doctor` runs this on every rank after it has compared them.  The code paths for GPUs were
+not run on one.
 """
 
 import time
@@ -23,8 +23,8 @@ from ppdist.engine.preflight import digests_of_code, preflight, require_sum, ver
 Report = dict[str, Any]
 SIZES = tuple(1024 * 4**power for power in range(9))  # bytes, 1 KiB to 64 MiB
 _STAGE_SECONDS = 60.0
-_SIZE_SECONDS = 0.2  # so long, at most 20 times and at least 3, each size is summed
-_LONGEST_SECONDS = 4.0  # no larger message than takes so long: gloo gives up after 30
+_SIZE_SECONDS = 0.2  # each size is summed for so long, 3 to 20 times
+_LONGEST_SECONDS = 4.0  # no message that takes longer is tried: gloo gives up after 30
 
 
 def check_ranks(config: ExperimentConfig | None) -> list[str]:
@@ -54,7 +54,8 @@ def check_ranks(config: ExperimentConfig | None) -> list[str]:
 
 
 def measure_cluster() -> Report:
-    """Everything, as plain data, the same on every rank.  Collective, after `check_ranks`.
+    """Measures the cluster; returns plain data, the same on every rank.  Collective, after
+    `check_ranks`.
 
     Returns: `sizes` as `measure_all_reduce` says, and what a model of the ring needs so that
         t = 2 (n-1) latency + 2 (n-1)/n bytes / bandwidth gives what was measured at both ends:
@@ -73,7 +74,7 @@ def measure_cluster() -> Report:
 
 
 def compare_hosts(facts: dict[str, str]) -> Report:
-    """Differences between hosts other than software, equal on every rank.
+    """Lists differences between hosts other than software, equal on every rank.
 
     Collective.
 
@@ -97,10 +98,10 @@ def measure_all_reduce() -> Iterator[Report]:
         with within(_STAGE_SECONDS, f"an all-reduce of {size} bytes"):
             values = paddle.zeros([size // 4])
             work = partial(comm.all_reduce_sum, values)
-            first = max(_of_all_ranks(_seconds(work)))
+            first = max(gather_values(time_work(work)))
             count = min(20, max(3, int(_SIZE_SECONDS / first)))  # the same on every rank
-            own = median(_seconds(work) for _ in range(count))
-            seconds = max(_of_all_ranks(own))
+            local_seconds = median(time_work(work) for _ in range(count))
+            seconds = max(gather_values(local_seconds))
         rate = size / seconds
         yield {
             "bytes": size,
@@ -112,13 +113,13 @@ def measure_all_reduce() -> Iterator[Report]:
             return
 
 
-def _seconds(work: Callable[[], Any]) -> float:
-    """How long the work takes, the GPU's part of it included."""
+def time_work(work: Callable[[], Any]) -> float:
+    """Times the work, including the GPU's part of it."""
     began = time.perf_counter()
     work()
     device.synchronize()
     return time.perf_counter() - began
 
 
-def _of_all_ranks(value: float) -> list[float]:
+def gather_values(value: float) -> list[float]:
     return comm.all_gather(paddle.to_tensor([value], dtype="float32"))[:, 0].tolist()

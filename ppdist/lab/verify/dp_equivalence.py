@@ -52,20 +52,21 @@ Report = dict[str, Any]
 #   digest                                      of all that it ends with, bit for bit
 Trace = dict[str, np.ndarray]
 
-# By the lowest precision that numbers of a step pass through; relative.  Those below float32 are
-# a few of its roundings: not run on a GPU.
+# Relative, by the lowest precision that the numbers of a step pass through.  Those below float32
+# are a few roundings of that precision; they were not tried on a GPU.
 TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
-_TOLERANCE_OF_CPU = 1e-3  # of a card held against the CPU, whose kernels are others; likewise
-_ROUNDINGS_ALLOWED = 10.0  # times what a moved run is off by
-_DRAWS = 4  # of roundings, where the ranks are further off than the ones before allow
+_TOLERANCE_OF_CPU = 1e-3  # of a card against the CPU, whose kernels differ; not tried on a GPU
+_ROUNDINGS_ALLOWED = 10.0  # times the difference that a perturbed run shows
+_DRAWS = 4  # of roundings at most; the next is drawn if the ranks are further off than allowed
 _NOT_FINITE = 1e9  # a difference that is not a number, in a form that JSON can hold
-# A step where more is allowed proves nothing: of a loss or a norm; of what training moved.
+# A step where more than this is allowed proves nothing: as a part of a loss or norm, and as a part
+# of what training moved.
 _BLIND, _BLIND_OF_MOVED = 0.05, 0.1
 ROUNDINGS = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _PARTS = 64  # of an array in a sketch
 
 
-# The ranks, then one alone.
+# Training on all ranks, then on one alone.
 
 
 def require_comparable(config: ExperimentConfig) -> None:
@@ -111,10 +112,10 @@ def verify_ranks(
     """
     require_comparable(config)
     world = comm.world_size()
-    batches = config.train.micro_batches(world)
+    micro_batches = config.train.micro_batches(world)
     alone = [  # one rank then trains as many would
-        f"train.total_batch={batches.total_batch}",
-        f"train.batch_size_per_card={batches.images}",
+        f"train.total_batch={micro_batches.total_batch}",
+        f"train.batch_size_per_card={micro_batches.images}",
         *("train.accumulate_steps=1", "distributed.shares=null"),
         *(["device=cpu"] if on_cpu else []),
     ]
@@ -124,7 +125,7 @@ def verify_ranks(
             ranks = train_steps(config, steps, keep=folder)
         device.release_memory()  # the process alone needs the same card
         digests = comm.all_gather_large_object(ranks["digest"].tobytes().hex())
-        odd = [rank for rank, found in enumerate(digests) if found != digests[0]]
+        differing_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         job = {
             **{"ranks": world, "steps": len(ranks["norm/gradient"]), "steps_asked_for": steps},
             "tolerance": max(tolerance_of(config), _TOLERANCE_OF_CPU if on_cpu else 0.0),
@@ -137,13 +138,13 @@ def verify_ranks(
             return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
         report = comm.run_on_main(compare_alone)
-    return {**report, "ranks_with_other_weights": odd}
+    return {**report, "ranks_with_other_weights": differing_ranks}
 
 
 def run_alone(command: Sequence[str]) -> None:
     """Runs a command of ours on this rank's card, as one rank.
 
-    Raises: LaunchError: it failed; what it said is in our stderr.
+    Raises: LaunchError: it failed; its messages are in our stderr.
     """
     code = start_here(command, stdout=DISCARD, env=own_environment()).wait()
     if code:
@@ -158,7 +159,7 @@ def judge(config: ExperimentConfig, folder: Path) -> None:
     """Repeats the ranks' training on one rank; writes a report.
 
     Args:
-        config: with what makes one rank train as many.
+        config: the configuration with which one rank trains as many.
         folder: has the trace of the ranks and what their steps began with, and gets the report.
     """
     comm.init(config.device, config.distributed)
@@ -171,10 +172,10 @@ def judge(config: ExperimentConfig, folder: Path) -> None:
         "micro_batches": {"count": batches.count, "images": batches.images},
         "sync_bn": batches.spread,
     }
-    with redirect_stdout(io.StringIO()):  # the ranks have said all of it
+    with redirect_stdout(io.StringIO()):  # the ranks have printed all of it already
         alone = train_steps(config, job["steps"], begin=folder)
         moved: list[Trace] = []
-        for draw in range(_DRAWS):  # further ones while something is too far off
+        for draw in range(_DRAWS):  # another rounding only while something is too far off
             rounding = Rounding.of(config, draw)
             moved.append(train_steps(config, job["steps"], rounding, begin=folder))
             report |= compare(ranks, alone, moved, tolerance=job["tolerance"])
@@ -183,12 +184,12 @@ def judge(config: ExperimentConfig, folder: Path) -> None:
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
 
 
-# What a run leaves: its trace.
+# The trace of a run.
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Size of the random perturbation of every weight in every step.
+    """The size of the random perturbation of every weight in every step.
 
     It moves a weight up or down, relative to its value and to its last update (gradients of lower
     precision make the update that inexact).
@@ -206,10 +207,13 @@ class Rounding:
         return cls(of_weight, of_update, draw)
 
     def move(self, weights: dict[str, paddle.Tensor], before: dict[str, np.ndarray], step: int):
-        """Args: before: the weights when the last step began."""
+        """Perturbs the weights.
+
+        Args: before: the weights when the last step began.
+        """
         rng = np.random.default_rng([step, self.draw])
         for key, weight in weights.items():
-            value = _array(weight)
+            value = _to_float32(weight)
             size = self.of_weight * value + self.of_update * (value - before[key])
             moved = value + size * rng.choice(np.array([-1, 1], np.float32), value.shape)
             weight.set_value(paddle.to_tensor(moved).astype(weight.dtype))
@@ -224,7 +228,7 @@ def train_steps(
     keep: Path | None = None,
     begin: Path | None = None,
 ) -> Trace:
-    """Trains and returns what it left.  Collective.
+    """Trains some steps and returns their trace.  Collective.
 
     Args:
         steps: it takes fewer if the run is shorter.
@@ -241,12 +245,12 @@ def train_steps(
     trainer, schedule = experiment.trainer, experiment.trainer.schedule
     step = trainer.train_step
     if rounding is not None and config.train.sync_bn:
-        # Of the two programs that compute batch norm the other one: what they round differently in
-        # every layer becomes more than what a few roundings of the weights become.
+        # Use the batch norm of several ranks here, too: its rounding in every layer adds up to more
+        # than a few roundings of the weights do.
         take_sync_batch_norm(step.model)
     count = min(steps, schedule.total_steps)
     parameters = {k: v for k, v in step.model.named_parameters() if not v.stop_gradient}
-    before = _weights(step)
+    before = _trained_weights(step)
     sketches_before, sketches_after = [], []
     steps_of_batches, results = trainer.batch_source.steps(0, None), []
     for number in range(count):
@@ -257,13 +261,13 @@ def train_steps(
             restore_state(_read_state(begin, number), step)
         if rounding is not None:
             rounding.move(parameters, before, number)
-            before = {key: _array(value) for key, value in parameters.items()}
-        sketches_before.append(_sketches(step, _weights(step)))
+            before = {key: _to_float32(value) for key, value in parameters.items()}
+        sketches_before.append(_sketches(step, _trained_weights(step)))
         rates = schedule.lr_scheduler.rates(number)
         results.append(step(next(steps_of_batches), number, rates, Clock()))
-        sketches_after.append(_sketches(step, _weights(step)))
-    trace = _columns("losses", [result.losses for result in results])
-    trace |= _columns("before", sketches_before) | _columns("after", sketches_after)
+        sketches_after.append(_sketches(step, _trained_weights(step)))
+    trace = _stack_columns("losses", [result.losses for result in results])
+    trace |= _stack_columns("before", sketches_before) | _stack_columns("after", sketches_after)
     trace["norm/gradient"] = np.array([result.gradient_norm for result in results])
     trace["digest"] = _digest(step)
     return trace
@@ -283,30 +287,30 @@ def _read_state(folder: Path, step: int) -> Snapshot:
     return Snapshot(step, groups, checkpoint.state)
 
 
-def _columns(group: str, rows: list[dict]) -> Trace:
+def _stack_columns(group: str, rows: list[dict]) -> Trace:
     names = rows[0] if rows else []
     return {f"{group}/{name}": np.array([row[name] for row in rows]) for name in names}
 
 
-def _array(tensor: paddle.Tensor) -> np.ndarray:
+def _to_float32(tensor: paddle.Tensor) -> np.ndarray:
     return tensor.astype("float32").numpy()
 
 
-def _weights(step: TrainStep) -> dict[str, np.ndarray]:
-    """What is trained: of parameters in a lower precision their float32 masters."""
+def _trained_weights(step: TrainStep) -> dict[str, np.ndarray]:
+    """Returns the trained weights; for parameters of a lower precision their float32 masters."""
     masters = step.optimizer.masters()
     named = step.model.named_parameters()
-    return {key: _array(masters.get(key, p)) for key, p in named if not p.stop_gradient}
+    return {key: _to_float32(masters.get(key, p)) for key, p in named if not p.stop_gradient}
 
 
 def _sketches(step: TrainStep, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     # Paddle keeps running statistics of batch norm as parameters that take no gradient.
-    others = {k: _array(v) for k, v in step.model.state_dict().items() if k not in weights}
-    return {"weights": sketch(weights), "statistics": sketch(others)}
+    statistics = {k: _to_float32(v) for k, v in step.model.state_dict().items() if k not in weights}
+    return {"weights": sketch(weights), "statistics": sketch(statistics)}
 
 
 def sketch(arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Random projections of each array: 64 sums with random signs.
+    """Projects each array randomly: 64 sums with random signs.
 
     The signs are the same for the same names.  The L2 norm of a sketch, and of the difference of
     two, is about that of the arrays: its square has the same mean.  So one keeps every step of a
@@ -328,15 +332,15 @@ def _digest(step: TrainStep) -> np.ndarray:
     digest = hashlib.blake2b(digest_size=16)
     averages = [tensor for policy in step.policies for tensor in policy.averaged().values()]
     for tensor in [*step.model.state_dict().values(), *averages]:
-        digest.update(np.ascontiguousarray(_array(tensor)).tobytes())
+        digest.update(np.ascontiguousarray(_to_float32(tensor)).tobytes())
     return np.frombuffer(digest.digest(), np.uint8)
 
 
-# How far two traces are apart.
+# The difference of two traces.
 
 
 def tolerance_of(config: ExperimentConfig) -> float:
-    """Allowed difference of ranks at the lowest configured precision."""
+    """Returns the allowed difference of the ranks at the lowest configured precision."""
     names: list[str] = [config.distributed.gradient_dtype]
     names += [config.train.amp.dtype] if config.train.amp.enabled else []
     return max(TOLERANCES[name] for name in names)
@@ -344,14 +348,14 @@ def tolerance_of(config: ExperimentConfig) -> float:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Largest difference between the ranks and one rank, relative to `allowed`.
+    """The largest difference between the ranks and one rank, relative to `allowed`.
 
     Attributes:
         difference: relative.
         step: counted from 1.
         rounding: how far a rounding of the weights carries this step of one rank.
         allowed: of `difference`.
-        telling_steps: where so little is allowed that a wrong step would be found out.
+        telling_steps: number of steps where so little is allowed that a wrong one is noticed.
     """
 
     name: str
@@ -373,13 +377,15 @@ def compare(ranks: Trace, alone: Trace, moved: Sequence[Trace], *, tolerance: fl
         alone: one rank, whose steps begin with what those of the ranks began with.
         moved: the same, perturbed by roundings.
     """
-    found = measure(ranks, alone, moved, tolerance=tolerance)
+    measurements = measure(ranks, alone, moved, tolerance=tolerance)
     # A step tells right from wrong if one of the two does.
     rounding_S = np.minimum(*(_largest(off, moved, alone) for off in (losses_off, norm_off)))
     tells_S = _ROUNDINGS_ALLOWED * rounding_S <= _BLIND
     return {
         "tolerance": tolerance,
-        "measured": [{**asdict(each), "passed": each.passed} for each in found],
+        "measured": [
+            {**asdict(measurement), "passed": measurement.passed} for measurement in measurements
+        ],
         "steps_that_tell": int(tells_S.sum()),
         "weights_moved": float(_relative(ranks, "weights", ranks["before/weights"][:1])[-1]),
     }
@@ -388,13 +394,13 @@ def compare(ranks: Trace, alone: Trace, moved: Sequence[Trace], *, tolerance: fl
 def measure(
     ranks: Trace, alone: Trace, moved: Sequence[Trace], *, tolerance: float
 ) -> list[Measurement]:
-    """The rows of `compare`."""
-    found = []
+    """Measures the rows of `compare`: losses, gradient norm, weights and statistics."""
+    measurements = []
     for name, off_by_step in (("losses", losses_off), ("gradient norm", norm_off)):
         rounding_S = _largest(off_by_step, moved, alone)
         allowed_S = np.maximum(tolerance, _ROUNDINGS_ALLOWED * rounding_S)
         off_S = off_by_step(ranks, alone)
-        found.append(_worst(name, off_S, rounding_S, allowed_S, np.full(len(off_S), _BLIND)))
+        measurements.append(_worst(name, off_S, rounding_S, allowed_S, np.full(len(off_S), _BLIND)))
     for group in ("weights", "statistics"):
         moved_S = _relative(alone, group, alone[f"before/{group}"])
         if not moved_S.any():  # a model without statistics has none that move
@@ -404,8 +410,8 @@ def measure(
         allowed_S = np.maximum(tolerance * moved_S, _ROUNDINGS_ALLOWED * rounding_S)
         allowed_S = np.maximum(allowed_S, ROUNDINGS["float32"])
         off_S = off_by_step(ranks, alone)
-        found.append(_worst(group, off_S, rounding_S, allowed_S, _BLIND_OF_MOVED * moved_S))
-    return found
+        measurements.append(_worst(group, off_S, rounding_S, allowed_S, _BLIND_OF_MOVED * moved_S))
+    return measurements
 
 
 def _largest(
@@ -418,7 +424,10 @@ def _largest(
 def _worst(
     name: str, off_S: np.ndarray, rounding_S: np.ndarray, allowed_S: np.ndarray, limit_S: np.ndarray
 ) -> Measurement:
-    """Args: limit_S: a step where more is allowed proves nothing."""
+    """Picks the step where `off_S` is the largest part of what is allowed.
+
+    Args: limit_S: a step where more is allowed proves nothing.
+    """
     at = int(np.argmax(off_S / allowed_S))
     row = float(off_S[at]), at + 1, float(rounding_S[at]), float(allowed_S[at])
     return Measurement(name, *row, int((allowed_S <= limit_S).sum()))
@@ -428,30 +437,30 @@ def _finite(off_S: np.ndarray) -> np.ndarray:
     return np.nan_to_num(off_S, nan=_NOT_FINITE, posinf=_NOT_FINITE)
 
 
-def losses_off(one: Trace, other: Trace) -> np.ndarray:
-    """Largest difference of a loss term, relative to the other's total [S]."""
-    whole_S = np.maximum(np.abs(other["losses/loss"]), 1e-12)
-    keys = [key for key in other if key.startswith("losses/")]
-    terms = [np.abs(one[key] - other[key]) / whole_S for key in keys]
+def losses_off(ranks: Trace, reference: Trace) -> np.ndarray:
+    """Returns the largest difference of a loss term, relative to the reference's total [S]."""
+    total_S = np.maximum(np.abs(reference["losses/loss"]), 1e-12)
+    keys = [key for key in reference if key.startswith("losses/")]
+    terms = [np.abs(ranks[key] - reference[key]) / total_S for key in keys]
     return _finite(np.max(terms, axis=0))
 
 
-def norm_off(one: Trace, other: Trace) -> np.ndarray:
-    """[S]: relative difference of the gradient's norm before clipping."""
-    expected_S = other["norm/gradient"]
-    off_S = np.abs(one["norm/gradient"] - expected_S) / np.maximum(np.abs(expected_S), 1e-12)
+def norm_off(ranks: Trace, reference: Trace) -> np.ndarray:
+    """Returns the relative difference of the gradient's norm before clipping [S]."""
+    expected_S = reference["norm/gradient"]
+    off_S = np.abs(ranks["norm/gradient"] - expected_S) / np.maximum(np.abs(expected_S), 1e-12)
     return _finite(off_S)
 
 
-def updates_off(one: Trace, other: Trace, *, group: str) -> np.ndarray:
+def updates_off(ranks: Trace, reference: Trace, *, group: str) -> np.ndarray:
     """Measures how far apart the updates of each step are, relative to what they lead to [S].
 
-        |update of one - update of other| / |other|
+        |update of ranks - update of reference| / |reference|
 
     L2 norms of all arrays of a group.
     """
-    update = one[f"after/{group}"] - one[f"before/{group}"]
-    return _relative(other, group, other[f"before/{group}"] + update)
+    update = ranks[f"after/{group}"] - ranks[f"before/{group}"]
+    return _relative(reference, group, reference[f"before/{group}"] + update)
 
 
 def _relative(trace: Trace, group: str, rows: np.ndarray) -> np.ndarray:
@@ -462,7 +471,7 @@ def _relative(trace: Trace, group: str, rows: np.ndarray) -> np.ndarray:
 
 
 def verdict(report: Report) -> str:
-    """PASS, FAIL, or INCONCLUSIVE.
+    """Returns PASS, FAIL, or INCONCLUSIVE.
 
     INCONCLUSIVE: for something that was measured, no step could have told the ranks from wrong
     ones.
@@ -475,21 +484,22 @@ def verdict(report: Report) -> str:
 
 
 def lines(report: Report) -> list[str]:
-    """The printed table of one number of ranks, with notes and verdict."""
-    of, steps, odd = report["micro_batches"], report["steps"], report["ranks_with_other_weights"]
-    made = f"{of['count']} micro-batch(es) of {of['images']} images"
+    """Formats the table of one number of ranks, with notes and verdict."""
+    steps, differing = report["steps"], report["ranks_with_other_weights"]
+    size = report["micro_batches"]
+    batches = f"{size['count']} micro-batch(es) of {size['images']} images"
     result = [
-        f"{report['ranks']} rank(s) against 1 rank, {steps} steps of {made}",
+        f"{report['ranks']} rank(s) against 1 rank, {steps} steps of {batches}",
         f"  {'each step alone':<18}{'off by':>9}{'step':>6}{'by rounding':>13}{'allowed':>9}",
     ]
-    for m in report["measured"]:
-        row = f"  {m['name']:<18}{m['difference']:>9.1e}{m['step']:>6}{m['rounding']:>13.1e}"
-        row += f"{m['allowed']:>9.1e}"
-        mark = "" if m["telling_steps"] else "  proves nothing"
-        result.append(f"{row}{mark if m['passed'] else '  TOO FAR OFF'}")
+    for row in report["measured"]:
+        text = f"  {row['name']:<18}{row['difference']:>9.1e}{row['step']:>6}"
+        text += f"{row['rounding']:>13.1e}{row['allowed']:>9.1e}"
+        note = "" if row["telling_steps"] else "  proves nothing"
+        result.append(f"{text}{note if row['passed'] else '  TOO FAR OFF'}")
     result.append(f"  training moved the weights by {report['weights_moved']:.1e}")
-    if odd:
-        result.append(f"  other weights than rank 0: rank {', '.join(map(str, odd))}")
+    if differing:
+        result.append(f"  other weights than rank 0: rank {', '.join(map(str, differing))}")
     if steps < report["steps_asked_for"]:
         result.append("  the run has no more")
     if report["steps_that_tell"] < steps:
@@ -497,7 +507,7 @@ def lines(report: Report) -> list[str]:
             f"  {steps - report['steps_that_tell']} of the steps prove nothing: rounding alone may "
             f"explain {_BLIND:.0%} of them"
         )
-    if any(m["telling_steps"] == 0 for m in report["measured"]):
+    if any(row["telling_steps"] == 0 for row in report["measured"]):
         result.append(
             f"  proves nothing: in every step rounding may explain {_BLIND:.0%} of it, of weights "
             f"{_BLIND_OF_MOVED:.0%} of what training moved; set schedule.warmup_epochs=0 if they "

@@ -1,7 +1,7 @@
-"""Published weights, evaluated and compared with their published figures.
+"""Evaluates published weights and compares them with their published figures.
 
-Each file is evaluated as its publisher did (models/zoo.yml has the protocols), so what differs is
-the program: our layers, resizing, suppression and metrics against theirs.
+Each file is evaluated as its publisher did (models/zoo.yml has the protocols), so a difference
+comes from the program: our layers, resizing, suppression and metrics against theirs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ PASS, FAIL, NOT_COMPARED, NOT_RUN = "PASS", "FAIL", "NOT COMPARED", "NOT RUN"
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one file.
+    """The result of one weight file.
 
     measured, published: 0..100, of `metric`; None: not measured, not published.  protocol: how both
     are measured.  verdict: PASS, FAIL, NOT COMPARED or NOT RUN, and `why` in the last two cases.
@@ -59,7 +59,7 @@ def verify_zoo(given: Sequence[str], overrides: Sequence[str]) -> Iterator[Row]:
         given: names of the zoo, files of published names, folders of such.
         overrides: items of -o, after those of the protocol: where the data are.
     """
-    for weights in _files_of(given):
+    for weights in _expand_folders(given):
         entry = published_weights(weights)
         if entry is None:
             yield Row("", weights, NOT_RUN, "not the name of a published file")
@@ -67,34 +67,35 @@ def verify_zoo(given: Sequence[str], overrides: Sequence[str]) -> Iterator[Row]:
             yield Row(entry.name, weights, NOT_RUN, "a backbone alone: no figure is published")
         else:
             try:
-                yield _measured(entry, weights, overrides)
+                yield _measure_row(entry, weights, overrides)
             except UserError as error:
                 yield Row(entry.name, weights, NOT_RUN, f"{error}")
 
 
-def _files_of(given: Sequence[str]) -> Iterator[str]:
-    """The files of folders, by name; anything else as it is."""
-    for each in given:
-        if Path(each).is_dir():
-            yield from (f"{path}" for path in sorted(Path(each).iterdir()) if path.is_file())
+def _expand_folders(sources: Sequence[str]) -> Iterator[str]:
+    """Yields the files of folders, by name; anything else as it is."""
+    for weights in sources:
+        if Path(weights).is_dir():
+            yield from (f"{path}" for path in sorted(Path(weights).iterdir()) if path.is_file())
         else:
-            yield each
+            yield weights
 
 
-def config_of(entry: PublishedWeights, overrides: Sequence[str]) -> ExperimentConfig:
-    """The config that evaluates published weights as their publisher did.
+def protocol_config(entry: PublishedWeights, overrides: Sequence[str]) -> ExperimentConfig:
+    """Makes the config that evaluates published weights as their publisher did.
 
     Raises: ConfigError: an item of `overrides` is wrong.
     """
-    by_protocol = entry.protocol.overrides if entry.protocol else ()
-    items = [*entry.overrides, *by_protocol, *overrides]
-    return load_config(find_config(entry.config), items)
+    protocol_overrides = entry.protocol.overrides if entry.protocol else ()
+    all_overrides = [*entry.overrides, *protocol_overrides, *overrides]
+    return load_config(find_config(entry.config), all_overrides)
 
 
-def _measured(entry: PublishedWeights, weights: str, overrides: Sequence[str]) -> Row:
+def _measure_row(entry: PublishedWeights, weights: str, overrides: Sequence[str]) -> Row:
+    """Evaluates one file and compares its score with the published one."""
     protocol, metric = entry.protocol, entry.metric
     assert protocol is not None and metric is not None
-    config = config_of(entry, overrides)
+    config = protocol_config(entry, overrides)
     model = build_model(config)
     fetch_on_all_ranks(weights)
     dataset = comm.run_on_all_ranks(
@@ -104,29 +105,29 @@ def _measured(entry: PublishedWeights, weights: str, overrides: Sequence[str]) -
     comm.run_on_all_ranks(lambda: load_all_weights(model, Path(weights), names))
     evaluator = build_evaluator(config, dataset, model)
     speed_up_cpu(config, [model])
-    found: Any = evaluator.predict(model)  # boxes, or a ranking: as the evaluator takes them
+    predictions: Any = evaluator.predict(model)  # boxes, or a ranking: as the evaluator takes them
 
     def measure() -> float:
-        most, metrics = config.evaluate.max_detections, evaluator.measure(found)
+        max_detections, metrics = config.evaluate.max_detections, evaluator.measure(predictions)
         if metric not in metrics:  # VOC's, which no training needs
-            metrics = analyse(evaluator.scored, found, None, most)["metrics"]
+            metrics = analyse(evaluator.scored, predictions, None, max_detections)["metrics"]
         return round(100 * metrics[metric], 2)
 
     measured, images = comm.run_on_main(measure), len(dataset.records)
-    of_protocol = {item.partition("=")[0] for item in protocol.overrides}
-    given = sorted({item.partition("=")[0] for item in overrides})
-    changed = [key for key in given if key in of_protocol or key.startswith("model.")]
-    why = ""
+    protocol_keys = {override.partition("=")[0] for override in protocol.overrides}
+    override_keys = sorted({override.partition("=")[0] for override in overrides})
+    changed = [key for key in override_keys if key in protocol_keys or key.startswith("model.")]
+    reason = ""
     if images != protocol.images:
-        why = f"{images} images, {protocol.dataset} has {protocol.images or 'another number'}"
+        reason = f"{images} images, {protocol.dataset} has {protocol.images or 'another number'}"
     elif changed:
-        why = f"another protocol: -o {' '.join(changed)}"
-    near = abs(measured - (entry.published or 0)) <= TOLERANCE
+        reason = f"another protocol: -o {' '.join(changed)}"
+    is_near = abs(measured - (entry.published or 0)) <= TOLERANCE
     return Row(
         name=entry.name,
         weights=weights,
-        verdict=NOT_COMPARED if why else PASS if near else FAIL,
-        why=why,
+        verdict=NOT_COMPARED if reason else PASS if is_near else FAIL,
+        why=reason,
         metric=metric,
         measured=measured,
         published=entry.published,
@@ -137,7 +138,7 @@ def _measured(entry: PublishedWeights, weights: str, overrides: Sequence[str]) -
 
 
 def line(row: Row) -> str:
-    """A row for the terminal."""
+    """Formats a row for the terminal."""
     if row.measured is None:
         return f"{row.verdict:12}  {row.name or row.weights}: {row.why}"
     text = f"{row.verdict:12}  {row.name:28}  {row.metric} {row.measured:5.1f}"
@@ -149,7 +150,7 @@ def line(row: Row) -> str:
 
 
 def listing() -> str:
-    """Terminal listing of all names, and which are on this host."""
+    """Lists all published names for the terminal, and which files are on this host."""
     lines = [f"{'name':30} {'params M':>8}  {'licence':10} {'published':20} here"]
     for entry in zoo().values():
         parameters, figure = number_or_dash(entry.parameters), published_figure(entry)

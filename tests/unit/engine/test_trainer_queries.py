@@ -113,5 +113,5 @@ def test_its_views_are_suppressed_where_that_is_asked_for(tmp_path, monkeypatch)
 
     monkeypatch.setattr("ppdist.engine.build.Evaluator", Sees)
     config, model = tiny_config(tmp_path, model="queries"), of(tmp_path)
-    list(tta.look(config, model, five_images(), [1.0], True, 0.45))
+    list(tta.predict_views(config, model, five_images(), [1.0], True, 0.45))
     assert used == [0.45]

@@ -24,7 +24,7 @@ from ppdist.export.predictor import (
 )
 from ppdist.export.spec import InferenceSpec, read_spec, write_spec
 from ppdist.lab.benchmark import latency
-from ppdist.lab.benchmark.latency import measure_predictors, pictures_of, predictors_of
+from ppdist.lab.benchmark.latency import make_predictors, measure_predictors, sample_images
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.runtime.predictor import has_bfloat16, import_openvino, onnx_providers
 from tests.errors import raises
@@ -232,7 +232,7 @@ def test_predictors_are_interleaved_against_first(monkeypatch: pytest.MonkeyPatc
         "half, bfloat16": made_up(0.03, now, moved),
     }
     report = measure_predictors(
-        predictors, tiny_spec(), pictures_of(None)[:3], batch=2, threads=1, rounds=4
+        predictors, tiny_spec(), sample_images(None)[:3], batch=2, threads=1, rounds=4
     )
     assert len(order) == 16 and len({*order}) == 1  # before each predictor
     found = report["predictors"]
@@ -252,11 +252,11 @@ def test_every_form_of_an_export_is_measured(model: PPYOLOE, exported: Path) -> 
         names.append("ONNX Runtime")
         if find_spec("openvino"):
             names += ["OpenVINO", *["OpenVINO, bfloat16"] * has_bfloat16()]
-    predictors = predictors_of(deployment_copy(model), exported, spec, threads=1)
+    predictors = make_predictors(deployment_copy(model), exported, spec, threads=1)
     assert list(predictors) == names
-    assert list(predictors_of(None, exported, spec, threads=1)) == names[1:]
+    assert list(make_predictors(None, exported, spec, threads=1)) == names[1:]
     report = measure_predictors(
-        predictors, spec, pictures_of(None)[:2], batch=1, threads=1, rounds=2
+        predictors, spec, sample_images(None)[:2], batch=1, threads=1, rounds=2
     )
     for name, found in report["predictors"].items():
         assert 0 < found["median_ms"] <= found["p95_ms"], name
@@ -265,7 +265,7 @@ def test_every_form_of_an_export_is_measured(model: PPYOLOE, exported: Path) -> 
 def test_pictures_are_those_that_can_be_read(tmp_path: Path) -> None:
     with raises("no_good_image", "gone.jpg"):
         record = SimpleNamespace(path=tmp_path / "gone.jpg")
-        pictures_of(SimpleNamespace(records=[record], opener=DISK))  # type: ignore[arg-type]
+        sample_images(SimpleNamespace(records=[record], opener=DISK))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -14,14 +14,14 @@ from ppdist.distributed.paddle_api import momentum, running_statistics, set_mome
 from ppdist.export.export import export_model
 from ppdist.export.spec import InferenceSpec, InputSection
 from ppdist.export.verify import unexplained_rows
-from ppdist.lab.benchmark.latency import formats_here
+from ppdist.lab.benchmark.latency import exportable_formats
 from ppdist.models.base import ImageModel
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5Classifier
 from tests.once import for_all_workers
 
 SIZE = (64, 96)
-FORMATS = formats_here()
+FORMATS = exportable_formats()
 NMS = NMSConfig(score_threshold=0.3)
 
 

@@ -13,7 +13,7 @@ from ppdist.lab.ensemble import fuse
 from ppdist.lab.ensemble.fuse import (
     Member,
     fuse_members,
-    member_of,
+    make_member,
     require_same_images,
     write_fused,
 )
@@ -26,7 +26,7 @@ IOU, MOST = 0.55, 100
 
 
 def member(name: str, rows_R7: np.ndarray) -> Member:
-    return member_of(name, rows_R7, five_images(), MOST)
+    return make_member(name, rows_R7, five_images(), MOST)
 
 
 def some_members(images: int = 5, count: int = 3) -> list[Member]:

@@ -7,7 +7,12 @@ import pytest
 
 from ppdist.common.manifest import CARD_NOTE
 from ppdist.engine.build import build_model
-from ppdist.lab.ensemble.model_soup import mean_of, put, read, require_different
+from ppdist.lab.ensemble.model_soup import (
+    average_weights,
+    read_weights,
+    require_different,
+    set_weights,
+)
 from ppdist.models.model_card import ModelCard
 from ppdist.models.weights import arrays_of, write_arrays
 from tests.errors import raises
@@ -34,7 +39,7 @@ def several(tmp_path: Path, count: int, model: str = "yolov5"):
 def test_weights_are_averaged_constants_kept(name, tmp_path: Path) -> None:
     model, paths = several(tmp_path, 3, name)
     before = arrays_of(model)
-    put(model, mean_of(model, paths)[0])
+    set_weights(model, average_weights(model, paths)[0])
     files = [dict(np.load(path)) for path in paths]
     changed = set()
     for key, value in arrays_of(model).items():
@@ -49,18 +54,18 @@ def test_weights_are_averaged_constants_kept(name, tmp_path: Path) -> None:
 
 def test_the_mean_of_equals_is_the_same(tmp_path: Path) -> None:
     model, (path,) = several(tmp_path, 1)
-    mean, same = mean_of(model, [path] * 3)
-    arrays = read(model, path)
+    mean, same = average_weights(model, [path] * 3)
+    arrays = read_weights(model, path)
     assert same == arrays.keys()
     assert all((value == arrays[key]).all() for key, value in mean.items())
 
 
 def test_what_is_the_same_is_known_by_key(tmp_path: Path) -> None:
     model, (path,) = several(tmp_path, 1)
-    arrays = read(model, path)
+    arrays = read_weights(model, path)
     key = next(key for key in arrays if key.endswith("._mean"))
     write_arrays(tmp_path / "other.npz", {**arrays, key: arrays[key] + 1})
-    assert mean_of(model, [path, tmp_path / "other.npz"])[1] == arrays.keys() - {key}
+    assert average_weights(model, [path, tmp_path / "other.npz"])[1] == arrays.keys() - {key}
 
 
 def test_other_anchors_are_refused(tmp_path: Path) -> None:
@@ -68,14 +73,14 @@ def test_other_anchors_are_refused(tmp_path: Path) -> None:
     arrays = dict(np.load(second))
     write_arrays(second, {**arrays, "head.anchors": arrays["head.anchors"] * 2})
     with raises("weights_not_alike", str(second), "head.anchors"):
-        mean_of(model, [first, second])
+        average_weights(model, [first, second])
 
 
 def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
     model, (path,) = several(tmp_path, 1)
     write_arrays(tmp_path / "other.npz", {"a": np.zeros(3, np.float32)})
     with raises("weights_of_other_architecture"):
-        mean_of(model, [path, tmp_path / "other.npz"])
+        average_weights(model, [path, tmp_path / "other.npz"])
 
 
 def test_one_file_or_the_same_one_twice_is_refused(tmp_path: Path) -> None:
@@ -94,11 +99,11 @@ def test_classes_are_averaged_by_name(tmp_path: Path) -> None:
     for key, value in second.items():
         if key.startswith(model.class_layers):
             second[key] = value[[2, 0, 1]]
-    expected = mean_of(model, paths)[0]
+    expected = average_weights(model, paths)[0]
     for path, arrays, order in zip(paths, (first, second), (names, turned)):
         write_arrays(path, arrays, {CARD_NOTE: ModelCard(class_names=order).text()})
-    found = mean_of(model, paths, names)[0]
+    found = average_weights(model, paths, names)[0]
     for key, value in expected.items():
         np.testing.assert_array_equal(found[key], value)
     with raises("classes_differ", str(paths[0]), "red, green, blue", "red, green, pink"):
-        mean_of(model, paths, ("red", "green", "pink"))
+        average_weights(model, paths, ("red", "green", "pink"))

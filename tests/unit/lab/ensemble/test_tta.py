@@ -5,7 +5,7 @@ import paddle
 
 from ppdist.config.evaluate import NMSConfig
 from ppdist.engine.evaluator import Evaluator
-from ppdist.lab.ensemble.tta import Mirrored, sizes_of
+from ppdist.lab.ensemble.tta import Mirrored, scaled_sizes
 from ppdist.models.base import Detector
 from tests.errors import raises
 from tests.unit.engine.oracle import IMAGES, Loader, Oracle, five_images
@@ -56,7 +56,7 @@ def test_the_evaluator_takes_mirrored_detectors() -> None:
 
 
 def test_sizes_are_multiples_near_the_scales() -> None:
-    assert sizes_of((256, 320), (0.83, 1, 1.2), 32) == [(224, 256), (256, 320), (320, 384)]
-    assert sizes_of((64, 64), (0.1,), 32) == [(32, 32)]
+    assert scaled_sizes((256, 320), (0.83, 1, 1.2), 32) == [(224, 256), (256, 320), (320, 384)]
+    assert scaled_sizes((64, 64), (0.1,), 32) == [(32, 32)]
     with raises("scales_repeated", "1.01", "256x320"):
-        sizes_of((256, 320), (1, 1.01), 32)
+        scaled_sizes((256, 320), (1, 1.01), 32)

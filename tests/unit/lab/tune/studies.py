@@ -53,7 +53,7 @@ def search_in(
     """A search and what it will have said."""
     said: list[str] = []
     places = [["--nproc_per_node", "1"]] * workers
-    return Search(store, LAUNCHER, places, stop, said.append, look_seconds=0.1), said
+    return Search(store, LAUNCHER, places, stop, said.append, poll_seconds=0.1), said
 
 
 def row(variant: str, seed: int, value: float, **more: Any) -> dict[str, Any]:

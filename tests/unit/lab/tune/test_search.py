@@ -13,7 +13,7 @@ from optuna.trial import TrialState
 from ppdist.common.records import read_metrics
 from ppdist.lab.tune.results import read_rows
 from ppdist.lab.tune.store import Claim, Store, Waiting
-from ppdist.lab.tune.trial import write_past
+from ppdist.lab.tune.trial import write_process
 from tests.errors import raises
 from tests.unit.lab.tune.studies import GRID, LAUNCHER, search_in, study_of, write_study
 
@@ -153,7 +153,7 @@ def test_an_orphan_is_ended_and_waited_for(tmp_path: Path, monkeypatch) -> None:
         folder = store.trial_folder(claim.number)
         items = ["train.epochs=4"]
         orphan = LAUNCHER.start(folder, ["--nproc_per_node", "1"], "x.yml", items)
-    write_past(orphan, 0.5)
+    write_process(orphan, 0.5)
     store.leave(claim.number)
     waited_for(lambda: epochs_made(tmp_path / "out") == [1])  # it listens to signals by now
     assert isinstance(store.claim(begin=True, retry_failed=False), Waiting)

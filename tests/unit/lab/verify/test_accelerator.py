@@ -15,7 +15,7 @@ from ppdist.lab.verify.accelerator import (
     judge_equivalence,
     judge_resume,
     judge_speed,
-    off_by,
+    relative_difference,
 )
 from tests.accelerator import plugin
 from tests.distributed import run_on_ranks
@@ -52,16 +52,16 @@ def test_speed_is_judged_on_cards_alone() -> None:
 
 def test_resume_is_judged_by_two_equal_runs() -> None:
     one = {"a": np.ones(4, np.float32), "b": np.zeros(2, np.float32)}
-    assert off_by({key: array.copy() for key, array in one.items()}, one) == 0
-    off = off_by(one | {"a": one["a"] * np.float32(1.001)}, one)
+    assert relative_difference({key: array.copy() for key, array in one.items()}, one) == 0
+    off = relative_difference(one | {"a": one["a"] * np.float32(1.001)}, one)
     assert off == pytest.approx(1e-3, rel=1e-2)
     assert judge_resume(0.0, 0.0).verdict == PASS
     assert judge_resume(off, 0.0).verdict == FAIL
     assert judge_resume(off, off).verdict == PASS
-    broken = off_by(one | {"a": one["a"] * np.nan}, one)
+    broken = relative_difference(one | {"a": one["a"] * np.nan}, one)
     assert judge_resume(broken, off).verdict == FAIL
     with pytest.raises(ValueError, match="0 and 2"):
-        off_by({}, one)
+        relative_difference({}, one)
 
 
 def test_an_earlier_option_is_answered(capsys: pytest.CaptureFixture[str]) -> None:

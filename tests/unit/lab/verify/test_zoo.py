@@ -12,7 +12,15 @@ from ppdist.config.experiment import load_config
 from ppdist.config.shipped import find_config
 from ppdist.engine.build import build_model
 from ppdist.lab.verify import zoo as module
-from ppdist.lab.verify.zoo import FAIL, NOT_COMPARED, NOT_RUN, PASS, config_of, line, verify_zoo
+from ppdist.lab.verify.zoo import (
+    FAIL,
+    NOT_COMPARED,
+    NOT_RUN,
+    PASS,
+    line,
+    protocol_config,
+    verify_zoo,
+)
 from ppdist.models.model_card import config_of_weights
 from ppdist.models.weights import arrays_of, official_arrays_of, write_arrays
 from ppdist.models.zoo import zoo
@@ -92,11 +100,11 @@ def test_figures_are_compared_on_the_protocols_data(folder, overrides, monkeypat
 
 
 def test_a_protocol_is_the_published_one(overrides):
-    yolov5 = config_of(zoo()["yolov5s6_coco"], [])
+    yolov5 = protocol_config(zoo()["yolov5s6_coco"], [])
     assert yolov5.evaluate.rectangular and yolov5.evaluate.rectangular_pad == 0.5
     assert (yolov5.nms.score_threshold, yolov5.nms.iou_threshold) == (0.001, 0.65)
     assert yolov5.nms.multi_label and yolov5.model.image_size == (1280, 1280)
-    ppyoloe = config_of(zoo()["ppyoloe_plus_s_coco"], [])
+    ppyoloe = protocol_config(zoo()["ppyoloe_plus_s_coco"], [])
     assert not ppyoloe.evaluate.rectangular and ppyoloe.data.resize == "stretch"
     assert (ppyoloe.nms.score_threshold, ppyoloe.nms.iou_threshold) == (0.01, 0.7)
 
@@ -111,7 +119,7 @@ def test_a_protocol_is_the_published_one(overrides):
     ],
 )
 def test_images_are_resized_as_by_the_original(name, resize):
-    assert config_of(zoo()[name], []).data.resize == resize
+    assert protocol_config(zoo()[name], []).data.resize == resize
     assert config_of_weights(name).data.resize == resize
 
 
