@@ -1,11 +1,12 @@
-"""Detections: what was found in one image, for Python and for files.
+"""The detections of one image, for Python and for files.
 
-found = detector("bus.jpg")
-str(found)                                     "4 person, 1 bus"
-found.boxes_xyxy, found.scores, found.class_ids, found.names
-found.show(), found.plot(), .save("out.jpg")   with its boxes drawn; a notebook shows it by itself
-found.to_json(), .to_coco(), .to_yolo(), .to_voc()   as the formats have them
-found.to_supervision(), .to_pandas()           as other libraries take them
+detections = detector("bus.jpg")
+str(detections)                                    "4 person, 1 bus"
+detections.boxes_xyxy, .scores, .class_ids, .names
+detections.show(), .plot(), .save("out.jpg")       with its boxes drawn; a notebook shows it by
+itself
+detections.to_json(), .to_coco(), .to_yolo(), .to_voc()   as the formats have them
+detections.to_supervision(), .to_pandas()          as other libraries take them
 """
 
 import io
@@ -30,11 +31,11 @@ from ppdist.config.migration import refuse_name
 from ppdist.runtime.decoder import format_of
 from ppdist.viz.draw import PALETTE, draw_boxes, draw_labelled, readable
 
-_DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY")  # what a desktop sets
+_DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY")  # variables that a desktop sets
 
 
 class Detection(NamedTuple):
-    """One object.
+    """A detected object.
 
     box_xyxy: in pixels of the image.  score: 0..1.  name: of its class.  track_id: of the object
     through the frames of a video; None: it is not followed.
@@ -49,7 +50,7 @@ class Detection(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Detections:
-    """What was found in one image, best first.
+    """The detections of one image, best first.
 
     Attributes:
         boxes_xyxy: float32 [N, 4], left, top, right, bottom in pixels of the image, inside it.
@@ -57,7 +58,7 @@ class Detections:
         class_ids: int64 [N], from 0.
         names: of class 0, 1, ...: `names[class_ids[i]]`.
         image: uint8 RGB [H, W, 3], upright.
-        source: the file, address or position that it came from; "" where unknown.
+        source: the file, address or position that the image came from; "" where unknown.
         category_ids: what a COCO result calls class 0, 1, ...
         frame: number in a video from 0; None: an image.
         track_ids: int64 [N], -1: not tracked yet; None: no tracking.
@@ -93,8 +94,8 @@ class Detections:
             refuse_name("Detections", "[0]")
 
     def __str__(self) -> str:
-        """Such as "4 person, 1 bus"; the commonest class first."""
-        return counted(self.names[label] for label in self.class_ids.tolist())
+        """Returns a summary such as "4 person, 1 bus"; the commonest class first."""
+        return summarize_names(self.names[label] for label in self.class_ids.tolist())
 
     def __repr__(self) -> str:
         where = f" {self.source}" if self.source else ""
@@ -102,9 +103,9 @@ class Detections:
         return f"<Detections{where}{at}: {self}>"
 
     def plot(self) -> np.ndarray:
-        """The image with boxes drawn, uint8 RGB; a small one is enlarged."""
+        """Returns the image with its boxes drawn, uint8 RGB; a small one is enlarged."""
         if self.track_ids is not None:
-            return _draw_tracks(self)
+            return draw_tracks(self)
         return draw_boxes(self.image, self.boxes_xyxy, self.class_ids, self.names, self.scores)
 
     def save(self, path: str | Path) -> Path:
@@ -134,74 +135,76 @@ class Detections:
         print(f"{self}: {file.name}")
 
     def _repr_png_(self) -> bytes:
-        """What a notebook shows of it."""
+        """Returns the PNG that a notebook shows."""
         content = io.BytesIO()
         Image.fromarray(self.plot()).save(content, "PNG")
         return content.getvalue()
 
     def to_json(self) -> str:
-        """As JSON: `source`, `width`, `height` and `objects`, best first, boxes in pixels."""
+        """Returns JSON: `source`, `width`, `height` and `objects`, best first, boxes in pixels."""
         height, width = self.image.shape[:2]
         objects = [
             {
-                "name": one.name,
-                "class_id": one.class_id,
-                "score": short_score(one.score),
-                "box_xyxy": [round(value, 2) for value in one.box_xyxy],
-                **({} if one.track_id is None else {"track_id": one.track_id}),
+                "name": detection.name,
+                "class_id": detection.class_id,
+                "score": short_score(detection.score),
+                "box_xyxy": [round(value, 2) for value in detection.box_xyxy],
+                **({} if detection.track_id is None else {"track_id": detection.track_id}),
             }
-            for one in self
+            for detection in self
         ]
         content = {"source": self.source, "width": width, "height": height, "objects": objects}
         return json.dumps(content)
 
     def to_coco(self, image_id: int = 1) -> list[dict[str, Any]]:
-        """As COCO results: `category_id`, `bbox` [left, top, width, height] in pixels, `score`."""
+        """Returns COCO results: `category_id`, `bbox` [left, top, width, height] in pixels,
+        `score`.
+        """
         ids = self.category_ids or tuple(range(1, len(self.names) + 1))
-        found = []
-        for one in self:
-            x1, y1, x2, y2 = one.box_xyxy
+        entries = []
+        for detection in self:
+            x1, y1, x2, y2 = detection.box_xyxy
             box = [round(value, 2) for value in (x1, y1, x2 - x1, y2 - y1)]
-            entry = {"image_id": image_id, "category_id": ids[one.class_id], "bbox": box}
-            entry |= {"score": short_score(one.score)}
-            if one.track_id is not None:
-                entry["track_id"] = one.track_id
-            found.append(entry)
-        return found
+            entry = {"image_id": image_id, "category_id": ids[detection.class_id], "bbox": box}
+            entry |= {"score": short_score(detection.score)}
+            if detection.track_id is not None:
+                entry["track_id"] = detection.track_id
+            entries.append(entry)
+        return entries
 
     def to_yolo(self, scores: bool = False) -> str:
-        """YOLO label file: `class x_centre y_centre width height` per line, 0..1.
+        """Returns a YOLO label file: `class x_centre y_centre width height` per line, 0..1.
 
         Args: scores: adds a sixth column, which training labels do not have.
         """
         height, width = self.image.shape[:2]
         lines = []
-        for one in self:
-            x1, y1, x2, y2 = one.box_xyxy
+        for detection in self:
+            x1, y1, x2, y2 = detection.box_xyxy
             centre = (x1 + x2) / 2 / width, (y1 + y2) / 2 / height
             sides = (x2 - x1) / width, (y2 - y1) / height
             columns = [f"{part:.6f}" for part in (*centre, *sides)]
-            columns += [str(short_score(one.score))] if scores else []
-            lines.append(f"{one.class_id} {' '.join(columns)}\n")
+            columns += [str(short_score(detection.score))] if scores else []
+            lines.append(f"{detection.class_id} {' '.join(columns)}\n")
         return "".join(lines)
 
     def to_voc(self) -> str:
-        """As Pascal VOC's XML, corners rounded to whole pixels; `score` beside them.
+        """Returns Pascal VOC's XML, corners rounded to whole pixels; `score` beside them.
 
         Corners are edges, as `data.format: voc` reads them.
         """
         height, width, depth = self.image.shape
         root = ElementTree.Element("annotation")
-        ElementTree.SubElement(root, "filename").text = _xml(Path(self.source).name)
+        ElementTree.SubElement(root, "filename").text = _xml_text(Path(self.source).name)
         size = ElementTree.SubElement(root, "size")
         for tag, value in (("width", width), ("height", height), ("depth", depth)):
             ElementTree.SubElement(size, tag).text = str(value)
-        for one in self:
-            item = ElementTree.SubElement(root, "object")
-            ElementTree.SubElement(item, "name").text = _xml(one.name)
-            ElementTree.SubElement(item, "score").text = str(short_score(one.score))
-            box = ElementTree.SubElement(item, "bndbox")
-            x1, y1, x2, y2 = one.box_xyxy
+        for detection in self:
+            element = ElementTree.SubElement(root, "object")
+            ElementTree.SubElement(element, "name").text = _xml_text(detection.name)
+            ElementTree.SubElement(element, "score").text = str(short_score(detection.score))
+            box = ElementTree.SubElement(element, "bndbox")
+            x1, y1, x2, y2 = detection.box_xyxy
             left, top = min(round(x1), width - 1), min(round(y1), height - 1)
             corners = left, top, max(left + 1, round(x2)), max(top + 1, round(y2))
             for tag, corner in zip(("xmin", "ymin", "xmax", "ymax"), corners):
@@ -210,38 +213,41 @@ class Detections:
         return ElementTree.tostring(root, encoding="unicode") + "\n"
 
     def to_supervision(self) -> Any:
-        """As `supervision.Detections`.  Raises: ConfigError: that package is not installed."""
+        """Returns `supervision.Detections`.
+
+        Raises: ConfigError: that package is not installed.
+        """
         try:
             import supervision
         except ImportError as error:
-            raise _missing("supervision") from error
+            raise _missing_package("supervision") from error
         return supervision.Detections(
             xyxy=self.boxes_xyxy,
             confidence=self.scores,
             class_id=self.class_ids,
             tracker_id=self.track_ids,
-            data={"class_name": np.array([one.name for one in self], dtype=str)},
+            data={"class_name": np.array([detection.name for detection in self], dtype=str)},
         )
 
     def to_pandas(self) -> Any:
-        """`pandas.DataFrame`: x1, y1, x2, y2, score, class_id, name per object.
+        """Returns a `pandas.DataFrame`: x1, y1, x2, y2, score, class_id, name per object.
 
         Raises: ConfigError: that package is not installed.
         """
         try:
             import pandas
         except ImportError as error:
-            raise _missing("pandas") from error
+            raise _missing_package("pandas") from error
         columns: dict[str, Any] = dict(zip(("x1", "y1", "x2", "y2"), self.boxes_xyxy.T))
         columns |= {"score": self.scores, "class_id": self.class_ids}
-        columns["name"] = [one.name for one in self]
+        columns["name"] = [detection.name for detection in self]
         if self.track_ids is not None:
             columns["track_id"] = self.track_ids
         return pandas.DataFrame(columns)
 
 
 def _has_desktop() -> bool:
-    return sys.platform == "darwin" or any(os.environ.get(each) for each in _DISPLAYS)
+    return sys.platform == "darwin" or any(os.environ.get(variable) for variable in _DISPLAYS)
 
 
 def short_score(score: float) -> float:
@@ -249,8 +255,8 @@ def short_score(score: float) -> float:
     return float(str(np.float32(score)))
 
 
-def counted(names: Iterable[str]) -> str:
-    """Counts such as "4 person, 1 bus"; "nothing" of none."""
+def summarize_names(names: Iterable[str]) -> str:
+    """Counts names as in "4 person, 1 bus"; "nothing" if there are none."""
     return ", ".join(f"{n} {name}" for name, n in Counter(names).most_common()) or "nothing"
 
 
@@ -263,36 +269,36 @@ def write_picture(path: Path, image_HW3: np.ndarray) -> None:
     try:
         # cv2.imwrite crashes on a name that is not UTF-8.
         image_bgr = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
-        done, content = cv2.imencode(format_of(path.suffix), image_bgr)
+        encoded, content = cv2.imencode(format_of(path.suffix), image_bgr)
     except cv2.error:
-        done = False
-    if not done:
+        encoded = False
+    if not encoded:
         raise DataError("this format cannot hold the image", code="picture_format", where=str(path))
     with writing(path):
         replace_file(path, content.tobytes())
 
 
-def _draw_tracks(found: Detections) -> np.ndarray:
-    """Boxes named `person #3`, in the colour of the object."""
-    objects = list(found)[::-1]  # the surest on top
-    boxes_N4 = found.boxes_xyxy[::-1]
+def draw_tracks(detections: Detections) -> np.ndarray:
+    """Draws boxes named `person #3`, in a colour for each object."""
+    objects = list(detections)[::-1]  # drawn last, so that the surest is on top
+    boxes_N4 = detections.boxes_xyxy[::-1]
     texts, colours = [], []
-    for one in objects:
-        track = "" if one.track_id is None else f" #{one.track_id}"
-        texts.append(f"{readable(one.name, one.class_id)}{track} {one.score:.2f}")
-        place = one.class_id if one.track_id is None else one.track_id
-        colours.append(PALETTE[place % len(PALETTE)])
-    return draw_labelled(found.image, boxes_N4, texts, colours)
+    for detection in objects:
+        track = "" if detection.track_id is None else f" #{detection.track_id}"
+        texts.append(f"{readable(detection.name, detection.class_id)}{track} {detection.score:.2f}")
+        colour_index = detection.class_id if detection.track_id is None else detection.track_id
+        colours.append(PALETTE[colour_index % len(PALETTE)])
+    return draw_labelled(detections.image, boxes_N4, texts, colours)
 
 
-def _xml(text: str) -> str:
-    """Without what no XML can hold."""
+def _xml_text(text: str) -> str:
+    """Replaces the characters that XML cannot hold with question marks."""
     return "".join(
-        each if each >= " " and not "\ud800" <= each < "\ue000" else "?" for each in text
+        letter if letter >= " " and not "\ud800" <= letter < "\ue000" else "?" for letter in text
     )
 
 
-def _missing(package: str) -> ConfigError:
+def _missing_package(package: str) -> ConfigError:
     return ConfigError(
         f"needs the package {package}, which is not installed",
         code="package_missing",

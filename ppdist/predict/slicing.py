@@ -1,8 +1,8 @@
-"""Sliced prediction: small objects in large images.
+"""Predicts large images in slices, to find small objects.
 
-The image is looked at as a whole and in overlapping square slices.  A box that ends at the cut of a
-slice is likely a part of an object, so it counts only where nothing whole covers it.  What is left
-goes through non-maximum suppression.
+The image is predicted as a whole and in overlapping square slices.  A box that ends at the cut of a
+slice is likely a part of an object, so it counts only where no whole object covers it.  The
+remaining boxes go through non-maximum suppression.
 
 Source of the idea: Akyon, Altinuc, Temizel 2022, "Slicing Aided Hyper Inference", arXiv:2202.06934.
 """
@@ -11,31 +11,31 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ppdist.predict.model import Predict, suppressed
+from ppdist.predict.model import Predict, suppress_rows
 
-_CUT = 2.0  # pixels: a box that ends so close to a cut was cut
-_COVERED = 0.5  # of a part's area: so much of it in a whole object of its class, and it goes
-_IOU = 0.5  # of two views of one object
+_CUT = 2.0  # pixels: a box that ends this close to a cut was cut
+_COVERED = 0.5  # a part goes if this share of its area lies in a whole object of its class
+_IOU = 0.5  # of two boxes of one object in different slices
 
 
-def sliced(predict: Predict, size: int, overlap: float, batch: int) -> Predict:
-    """A detector that also looks at square slices of each image.
+def with_slices(predict: Predict, size: int, overlap: float, batch: int) -> Predict:
+    """Returns a detector that also predicts square slices of each image.
 
     Args:
-        predict: of whole images.
+        predict: predicts whole images.
         size: side of a slice, pixels; an image no larger is looked at as it is.
         overlap: of neighbours, part of their side, 0 to below 1.
         batch: slices at once.
     """
 
     def see(images: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [_of_image(predict, image, size, overlap, batch) for image in images]
+        return [_predict_slices(predict, image, size, overlap, batch) for image in images]
 
     return see
 
 
-def corners(height: int, width: int, size: int, overlap: float) -> list[tuple[int, int]]:
-    """Left and top of the slices; the last ones are moved inside."""
+def slice_corners(height: int, width: int, size: int, overlap: float) -> list[tuple[int, int]]:
+    """Lists the left and top of the slices; the last ones are moved inside."""
     step = max(1, round(size * (1 - overlap)))
 
     def starts(side: int) -> list[int]:
@@ -45,19 +45,19 @@ def corners(height: int, width: int, size: int, overlap: float) -> list[tuple[in
     return [(left, top) for top in starts(height) for left in starts(width)]
 
 
-def _of_image(
+def _predict_slices(
     predict: Predict, image_HW3: np.ndarray, size: int, overlap: float, batch: int
 ) -> np.ndarray:
     height, width = image_HW3.shape[:2]
     (whole_R6,) = predict([image_HW3])
     if max(height, width) <= size:
         return whole_R6
-    places = corners(height, width, size, overlap)
-    found, cut = [whole_R6], [np.zeros(len(whole_R6), bool)]
-    for start in range(0, len(places), batch):
-        some = places[start : start + batch]
-        views = [image_HW3[top : top + size, left : left + size] for left, top in some]
-        for (left, top), view, rows_R6 in zip(some, views, predict(views)):
+    corners_S = slice_corners(height, width, size, overlap)
+    rows, cut = [whole_R6], [np.zeros(len(whole_R6), bool)]
+    for start in range(0, len(corners_S), batch):
+        batch_corners = corners_S[start : start + batch]
+        views = [image_HW3[top : top + size, left : left + size] for left, top in batch_corners]
+        for (left, top), view, rows_R6 in zip(batch_corners, views, predict(views)):
             moved_R6 = rows_R6.copy()
             moved_R6[:, 2:] += np.array([left, top, left, top], np.float32)
             right, bottom = left + view.shape[1], top + view.shape[0]
@@ -66,18 +66,18 @@ def _of_image(
             cut_R |= ((right < width) & (x2 > right - _CUT)) | (
                 (bottom < height) & (y2 > bottom - _CUT)
             )
-            found.append(moved_R6)
+            rows.append(moved_R6)
             cut.append(cut_R)
-    return _merged(np.concatenate(found), np.concatenate(cut))
+    return _merge(np.concatenate(rows), np.concatenate(cut))
 
 
-def _merged(rows_R6: np.ndarray, cut_R: np.ndarray) -> np.ndarray:
-    """Whole objects, and parts that no whole object of their class covers."""
-    whole_R6 = suppressed(rows_R6[~cut_R], _IOU)
-    parts_R6 = suppressed(rows_R6[cut_R], _IOU)
-    kept = [part for part in parts_R6 if not _is_covered(part, whole_R6)]
-    everything_R6 = np.concatenate([whole_R6, *(part[None] for part in kept)])
-    return everything_R6[np.argsort(-everything_R6[:, 1], kind="stable")]
+def _merge(rows_R6: np.ndarray, cut_R: np.ndarray) -> np.ndarray:
+    """Keeps whole objects, and parts that no whole object of their class covers."""
+    whole_R6 = suppress_rows(rows_R6[~cut_R], _IOU)
+    parts_R6 = suppress_rows(rows_R6[cut_R], _IOU)
+    uncovered = [part for part in parts_R6 if not _is_covered(part, whole_R6)]
+    all_R6 = np.concatenate([whole_R6, *(part[None] for part in uncovered)])
+    return all_R6[np.argsort(-all_R6[:, 1], kind="stable")]
 
 
 def _is_covered(part_6: np.ndarray, whole_R6: np.ndarray) -> bool:

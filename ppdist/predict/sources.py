@@ -1,8 +1,8 @@
 """Sources of images: files, folders, globs, addresses, videos, cameras.
 
-expand            words of a user -> Source, each with a name of its own
+expand            words of a user -> Source, each with a unique name
 frames_of         Source -> Frame, Frame, ...
-as_image          what Python holds (numpy, Pillow) -> uint8 RGB
+as_image          image in Python (numpy, Pillow) -> uint8 RGB
 """
 
 import functools
@@ -38,19 +38,19 @@ from ppdist.storage.files import STORAGE
 STDIN = "-"
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 KNOWN_SUFFIXES = IMAGE_SUFFIXES + VIDEO_SUFFIXES
-USUAL_RATE = 25.0  # frames a second, if a video or camera names none
-_MOST_LOST = 1000  # damaged frames in a row; at the end of a video each takes 10 us
-_WHOLE = 0.9  # of its time; a video that ends before was cut
+USUAL_RATE = 25.0  # frames a second of a video or camera that does not state its rate
+_MOST_LOST = 1000  # damaged frames in a row at most; at the end of a video each takes 10 us
+_COMPLETE = 0.9  # a video that ends before this part of its time was cut off
 _LOGGER = logging.getLogger("ppdist")
 _LIVE = ("rtsp://", "rtsps://", "rtmp://", "rtp://", "udp://", "tcp://")
 _WEB = ("http://", "https://")
-_MOST_BYTES = 1 << 28  # of an image that is not on this disk
+_MOST_BYTES = 1 << 28  # of an image that is not read from this disk
 _TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One picture to look at."""
+    """A picture to predict."""
 
     name: str  # of its source; the frames of a video share it
     index: int | None  # frame number in a video from 0; None: an image
@@ -60,7 +60,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Source:
-    """One thing to look at.
+    """A source of one picture or many.
 
     place: a file, an address, the number of a camera, or STDIN.
     name: relative to the folder that was given; what results call it.
@@ -71,19 +71,19 @@ class Source:
 
     @property
     def is_video(self) -> bool:
-        """Whether it has frames: a video, a camera or a stream."""
+        """Returns True if it has frames: a video, a camera or a stream."""
         return is_video(self.place)
 
     @property
     def is_live(self) -> bool:
-        """Whether it has no end: a camera or a stream."""
+        """Returns True if it has no end: a camera or a stream."""
         return isinstance(self.place, int) or (
             isinstance(self.place, str) and self.place.startswith(_LIVE)
         )
 
 
 def is_video(place: Path | str | int) -> bool:
-    """Whether a place has frames: a video, a camera, a stream."""
+    """Returns True if a place has frames: a video, a camera, a stream."""
     if isinstance(place, int):
         return True
     text = str(place)
@@ -94,7 +94,7 @@ def is_video(place: Path | str | int) -> bool:
 
 
 def is_many(place: Path | str | int) -> bool:
-    """Whether a place may hold several pictures: whatever is not one image.
+    """Returns True if a place may hold several pictures: whatever is not one image.
 
     Raises: DataError: it may not be read.
     """
@@ -105,7 +105,7 @@ def is_many(place: Path | str | int) -> bool:
 
 
 def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> list[Source]:
-    """Sources of paths, globs, addresses and cameras, in order, names unique.
+    """Finds the sources of paths, globs, addresses and cameras, in order, with unique names.
 
     Args:
         words: file, folder (searched to its depth), pattern such as `a/**/*.jpg`, address (http,
@@ -114,25 +114,25 @@ def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> 
         leave_out: a folder whose files do not count (where results are written).
     Raises: DataError: one of them does not exist, may not be read, or holds nothing to look at.
     """
-    found: list[Source] = []
+    sources: list[Source] = []
     for word in words:
         with data_errors(word):
-            found += _expand(word, leave_out)
+            sources += _expand_word(word, leave_out)
     if len(words) == 1:
-        return found
+        return sources
     taken: set[str] = set()
-    result, seen = [], set()
-    for source in found:
+    unique_sources, seen = [], set()
+    for source in sources:
         key = source.place.resolve() if isinstance(source.place, Path) else source.place
         if key in seen:  # a folder, and a file in it
             continue
         seen.add(key)
-        result.append(Source(source.place, _free(source.name, taken)))
-    return result
+        unique_sources.append(Source(source.place, _unique_name(source.name, taken)))
+    return unique_sources
 
 
 def root_of(word: Path | str | int) -> Path | None:
-    """File or folder that a word is searched from, or None.
+    """Returns the file or folder that a word is searched from, or None.
 
     Raises: DataError: it may not be read.
     """
@@ -155,15 +155,15 @@ def data_errors(word: Path | str | int) -> Iterator[None]:
 
 
 def _magic_part(parts: Sequence[str]) -> int:
-    """Position of the first part that is a pattern, no bracketed folder."""
+    """Returns the position of the first part that is a pattern, not a folder with brackets."""
     return next(
-        at
-        for at, part in enumerate(parts)
-        if glob.has_magic(part) and not Path(*parts[: at + 1]).exists()
+        index
+        for index, part in enumerate(parts)
+        if glob.has_magic(part) and not Path(*parts[: index + 1]).exists()
     )
 
 
-def _expand(word: Path | str | int, leave_out: Path | None) -> list[Source]:
+def _expand_word(word: Path | str | int, leave_out: Path | None) -> list[Source]:
     text = str(word)
     if isinstance(word, int) or (text.isdecimal() and not Path(text).exists()):
         return [Source(int(text), f"camera{int(text)}")]
@@ -175,24 +175,24 @@ def _expand(word: Path | str | int, leave_out: Path | None) -> list[Source]:
         parts = Path(text).parts
         plain = _magic_part(parts)
         pattern = os.path.join(*map(glob.escape, parts[:plain]), *parts[plain:])
-        matches = sorted(Path(each) for each in glob.glob(pattern, recursive=True))
-        chosen = [each for each in matches if is_source(each, leave_out)]
+        matches = sorted(Path(match) for match in glob.glob(pattern, recursive=True))
+        chosen = [file for file in matches if is_source(file, leave_out)]
         if not chosen:
             raise DataError("no image or video matches", code="no_images", where=text)
-        return [Source(each, str(Path(*each.parts[plain:]))) for each in chosen]
+        return [Source(file, str(Path(*file.parts[plain:]))) for file in chosen]
     path = Path(word)
     root = path if path.is_dir() else path.parent
-    found = find_sources(path, leave_out)
-    return [Source(file, str(file.relative_to(root))) for file in found]
+    files = find_sources(path, leave_out)
+    return [Source(file, str(file.relative_to(root))) for file in files]
 
 
 def find_sources(source: Path, leave_out: Path | None) -> list[Path]:
-    """Images and videos at a path, below a folder in name order.
+    """Finds the images and videos at a path, below a folder in name order.
 
     Args: leave_out: a folder whose files do not count (where results are written).
     Raises: DataError: the path does not exist, or there is nothing to look at.
     """
-    shown = " ".join(sorted(KNOWN_SUFFIXES))
+    suffixes = " ".join(sorted(KNOWN_SUFFIXES))
     if source.is_file():
         if source.suffix.lower() not in KNOWN_SUFFIXES:
             kind = unread_kind(source.name)
@@ -200,7 +200,7 @@ def find_sources(source: Path, leave_out: Path | None) -> list[Path]:
                 f"{kind} is not supported" if kind else "neither an image nor a video",
                 code="not_a_picture",
                 where=str(source),
-                fix=f"convert it to one of {shown}",
+                fix=f"convert it to one of {suffixes}",
             )
         return [source]
     if not source.is_dir():
@@ -215,16 +215,16 @@ def find_sources(source: Path, leave_out: Path | None) -> list[Path]:
     ]
     if unread := unread_kinds(file.name for file in files):
         _LOGGER.warning("%s: %s", source, unread)
-    found = [file for file in files if is_source(file, leave_out)]
-    if not found:
+    sources = [file for file in files if is_source(file, leave_out)]
+    if not sources:
         raise DataError(
-            f"no image or video in this folder ({shown})", code="no_images", where=str(source)
+            f"no image or video in this folder ({suffixes})", code="no_images", where=str(source)
         )
-    return found
+    return sources
 
 
 def is_source(file: Path, leave_out: Path | None) -> bool:
-    """Whether a file is an image or video outside `leave_out`."""
+    """Returns True if a file is an image or video outside `leave_out`."""
     return (
         file.suffix.lower() in KNOWN_SUFFIXES
         and file.is_file()
@@ -238,16 +238,16 @@ def _is_pattern(word: Path | str | int) -> bool:
 
 
 def _name_of_address(text: str) -> str:
-    """File name that an address suggests, never of a folder above."""
+    """Returns the file name that an address suggests, never one in another folder."""
     parts = urllib.parse.urlsplit(text)
     name = Path(urllib.parse.unquote(parts.path)).name or parts.hostname or "address"
-    name = "".join(each for each in name if each.isprintable() and each not in '\\:*?"<>|')
+    name = "".join(letter for letter in name if letter.isprintable() and letter not in '\\:*?"<>|')
     name = name.lstrip(".") or "address"
     return name if Path(name).suffix.lower() in KNOWN_SUFFIXES or is_video(text) else f"{name}.jpg"
 
 
-def _free(name: str, taken: set[str]) -> str:
-    """A name that no other source has: `a.jpg`, `a_2.jpg`, ..."""
+def _unique_name(name: str, taken: set[str]) -> str:
+    """Returns a name that no other source has: `a.jpg`, `a_2.jpg`, ..."""
     path, chosen, number = Path(name), name, 1
     while chosen in taken:
         number += 1
@@ -279,7 +279,7 @@ def readable_frames(source: Source, report: Callable[[str], None]) -> Iterator[F
 
 
 def video_path(file: Path | str) -> str:
-    """Path for OpenCV's videos, which crash on one not UTF-8.
+    """Returns a path for OpenCV's videos, which crash on one that is not UTF-8.
 
     Raises: DataError: it is not UTF-8.
     """
@@ -295,37 +295,37 @@ def video_path(file: Path | str) -> str:
 
 
 def video_frames(
-    place: Path | str | int, name: str, complain: Callable[[str], None]
+    place: Path | str | int, name: str, report: Callable[[str], None]
 ) -> Iterator[Frame]:
     """Yields the frames of a video, a stream or a numbered camera.
 
-    Args: complain: called once with how many frames of a video are damaged; the others keep their
+    Args: report: called once with how many frames of a video are damaged; the others keep their
         numbers.
     Raises: DataError: not one frame can be read.
     """
     capture = cv2.VideoCapture(place if isinstance(place, int) else video_path(place))
     rate = capture.get(cv2.CAP_PROP_FPS) or USUAL_RATE
-    # A file alone: a camera has no end, and a stream that is lost would be waited for.
+    # Only a file has a length: a camera has no end, and a lost stream would be waited for.
     count = int(capture.get(cv2.CAP_PROP_FRAME_COUNT)) if isinstance(place, Path) else 0
     where = name if isinstance(place, int) else str(place)
-    good, last, seconds = 0, -1, 0.0
+    decoded, last_decoded, seconds = 0, -1, 0.0
     try:
         for index in itertools.count():
-            there, frame_bgr = capture.read()
-            if there:
-                good, last = good + 1, index
+            is_decoded, frame_bgr = capture.read()
+            if is_decoded:
+                decoded, last_decoded = decoded + 1, index
                 seconds = capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
                 yield Frame(name, index, cv2.cvtColor(frame_bgr, cv2.COLOR_BGR2RGB), rate)
-            elif index + 1 >= count or index - last > _MOST_LOST:
+            elif index + 1 >= count or index - last_decoded > _MOST_LOST:
                 break
     finally:
         capture.release()
     # Some containers only estimate how many frames they have.
-    is_cut = 0 < seconds + 1 / rate < _WHOLE * count / rate
-    total = count if is_cut else last + 1
-    if 0 < good < total:
-        complain(f"{where}: {total - good} of {total} frames are damaged")
-    if not good:
+    is_cut = 0 < seconds + 1 / rate < _COMPLETE * count / rate
+    total = count if is_cut else last_decoded + 1
+    if 0 < decoded < total:
+        report(f"{where}: {total - decoded} of {total} frames are damaged")
+    if not decoded:
         kind = "video" if isinstance(place, Path) else "camera or stream"
         raise DataError(
             f"no frame of this {kind} can be read", code="video_unreadable", where=where
@@ -343,22 +343,22 @@ def predictions(
 
 
 def read_source(place: Path | str | int) -> np.ndarray:
-    """Image of a file, an address or standard input, uint8 RGB.
+    """Reads the image of a file, an address or standard input, uint8 RGB.
 
     Raises: DataError: it is unavailable, not an image, damaged, or too large.
     """
     text = str(place)
     if text == STDIN:
-        return decode_image(_bounded(sys.stdin.buffer.read(_MOST_BYTES + 1), "stdin"), "stdin")
+        return decode_image(_within_limit(sys.stdin.buffer.read(_MOST_BYTES + 1), "stdin"), "stdin")
     if text.startswith(_WEB):
         return decode_image(_download(text), text)
     content = read_content(text, STORAGE)
-    return _lit(decode_image(content, text), has_sixteen_bits(content))
+    return warn_if_dark(decode_image(content, text), has_sixteen_bits(content))
 
 
-def _lit(image_HW3: np.ndarray, of_16_bits: bool) -> np.ndarray:
-    """The image; warns of 16 bits of which few are used."""
-    if of_16_bits and is_dark(image_HW3):
+def warn_if_dark(image_HW3: np.ndarray, has_16_bits: bool) -> np.ndarray:
+    """Returns the image; warns if it had 16 bits of which few are used."""
+    if has_16_bits and is_dark(image_HW3):
         _warn_once(DARK)
     return image_HW3
 
@@ -367,7 +367,10 @@ _warn_once = functools.cache(_LOGGER.warning)
 
 
 def _download(address: str) -> bytes:
-    """Bytes of an image at an address; raises DataError."""
+    """Downloads the bytes of an image.
+
+    Raises: DataError: the address cannot be read, or holds too much.
+    """
     quoted = urllib.parse.quote(address, safe="/:?#[]@!$&'()*+,;=%~")  # blanks, other letters
     request = urllib.request.Request(quoted, headers={"User-Agent": "ppdist"})
     try:
@@ -378,10 +381,10 @@ def _download(address: str) -> bytes:
         raise DataError(
             f"cannot be downloaded: {reason}", code="image_unreachable", where=address
         ) from error
-    return _bounded(content, address)
+    return _within_limit(content, address)
 
 
-def _bounded(content: bytes, where: str) -> bytes:
+def _within_limit(content: bytes, where: str) -> bytes:
     if len(content) > _MOST_BYTES:
         raise DataError(
             f"more than {_MOST_BYTES} bytes, which no image takes that is read from there",
@@ -391,31 +394,33 @@ def _bounded(content: bytes, where: str) -> bytes:
     return content
 
 
-def is_picture(given: Any) -> bool:
-    """Whether it is one image that Python holds, for `as_image`."""
-    held = Image.Image | np.ndarray | bytes | bytearray | memoryview
-    return isinstance(given, held) or hasattr(given, "read")
+def is_picture(value: Any) -> bool:
+    """Returns True for an image in Python that `as_image` takes."""
+    image_types = Image.Image | np.ndarray | bytes | bytearray | memoryview
+    return isinstance(value, image_types) or hasattr(value, "read")
 
 
-def as_image(given: Any) -> np.ndarray:
-    """Image that Python holds, or bytes of a file, as uint8 RGB.
+def as_image(image: Any) -> np.ndarray:
+    """Converts an image in Python, or the bytes of a file, to uint8 RGB.
 
     Raises: DataError: none of these, or pixels of another kind.
     """
-    if isinstance(given, Image.Image):
-        return _lit(of_pillow(given), given.mode.startswith("I"))
-    if isinstance(given, np.ndarray):
-        return _lit(of_array(given), given.dtype != np.uint8)
-    if isinstance(given, bytes | bytearray | memoryview):
-        return decode_image(_bounded(bytes(given), "bytes"), "bytes")
-    if hasattr(given, "read"):
-        return decode_image(_bounded(given.read(_MOST_BYTES + 1), "a file object"), "a file object")
+    if isinstance(image, Image.Image):
+        return warn_if_dark(of_pillow(image), image.mode.startswith("I"))
+    if isinstance(image, np.ndarray):
+        return warn_if_dark(of_array(image), image.dtype != np.uint8)
+    if isinstance(image, bytes | bytearray | memoryview):
+        return decode_image(_within_limit(bytes(image), "bytes"), "bytes")
+    if hasattr(image, "read"):
+        return decode_image(
+            _within_limit(image.read(_MOST_BYTES + 1), "a file object"), "a file object"
+        )
     raise DataError(
-        f"{type(given).__name__} is not an image; expected a path, a URL, uint8 RGB [H, W, 3], a "
+        f"{type(image).__name__} is not an image; expected a path, a URL, uint8 RGB [H, W, 3], a "
         "Pillow image, or the bytes of an image file",
         code="image_array",
         fix="imread returns None for a file that is missing or no image: check its path, or "
         "give the path itself"
-        if given is None
+        if image is None
         else "",
     )

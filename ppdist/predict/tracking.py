@@ -1,4 +1,4 @@
-"""Objects followed through the frames of a video, by the package `trackers`.
+"""Follows objects through the frames of a video, with the package `trackers`.
 
 ByteTrack: Zhang et al. 2022, arXiv:2110.06864.
 """
@@ -14,11 +14,14 @@ from ppdist.common.errors import ConfigError
 from ppdist.predict.detections import Detections
 from ppdist.predict.sources import USUAL_RATE, Frame
 
-_SURE = 0.5  # score of a box that begins a track, at most; see Tracker
+_TRACK_SCORE = 0.5  # largest score that a box needs to begin a track; see Tracker
 
 
 def require_tracker() -> None:
-    """Raises: ConfigError: the package is not installed."""
+    """Requires the package `trackers`.
+
+    Raises: ConfigError: it is not installed.
+    """
     if importlib.util.find_spec("trackers") is None:
         raise ConfigError(
             "tracking needs the package trackers, which is not installed",
@@ -27,32 +30,32 @@ def require_tracker() -> None:
         )
 
 
-def following(threshold: float) -> Callable[[Frame, Detections], Detections]:
-    """Adds `track_ids` to the objects of each video; images stay.
+def make_follower(threshold: float) -> Callable[[Frame, Detections], Detections]:
+    """Returns a function that adds `track_ids` to the objects of each video; images stay.
 
-    Args: threshold: lowest score of the boxes it gets.
+    Args: threshold: lowest score of the boxes.
     Raises: ConfigError: the package is not installed.
     """
     require_tracker()
-    current: dict[str, Tracker] = {}  # of the one video that is being looked at
+    tracker_of: dict[str, Tracker] = {}  # of the one video that is being read
 
-    def follow(frame: Frame, found: Detections) -> Detections:
+    def follow(frame: Frame, detections: Detections) -> Detections:
         if frame.index is None:
-            return found
-        if frame.name not in current:
-            current.clear()
-            current[frame.name] = Tracker(frame.rate, threshold)
-        return current[frame.name].update(found)
+            return detections
+        if frame.name not in tracker_of:
+            tracker_of.clear()
+            tracker_of[frame.name] = Tracker(frame.rate, threshold)
+        return tracker_of[frame.name].update(detections)
 
     return follow
 
 
 class Tracker:
-    """ByteTrack through one video.
+    """A ByteTrack tracker of one video.
 
     Args:
         rate: frames a second.
-        threshold: lowest score of the boxes it gets.
+        threshold: lowest score of the boxes.
     Raises: ConfigError: the package is not installed.
     """
 
@@ -60,24 +63,25 @@ class Tracker:
         require_tracker()
         from trackers import ByteTrackTracker
 
-        # Its defaults are for COCO's best detectors; what the user calls an object is one.
-        sure = max(_SURE, threshold)
+        # The defaults suit COCO's best detectors; here every box that the user keeps may be an
+        # object.
+        track_score = max(_TRACK_SCORE, threshold)
         self._tracker: Any = ByteTrackTracker(
             frame_rate=rate or USUAL_RATE,
-            track_activation_threshold=sure,
-            high_conf_det_threshold=sure,
+            track_activation_threshold=track_score,
+            high_conf_det_threshold=track_score,
             minimum_consecutive_frames=1,
         )
 
-    def update(self, found: Detections) -> Detections:
-        """Objects of the next frame, with `track_ids` from 0.
+    def update(self, detections: Detections) -> Detections:
+        """Returns the objects of the next frame, with `track_ids` from 0.
 
         An object has one from its second frame on; -1: none yet.
         """
-        marked = found.to_supervision()
-        marked.data["row"] = np.arange(len(found))
-        tracked = self._tracker.update(marked)
-        ids_N = np.full(len(found), -1, np.int64)
+        detected = detections.to_supervision()
+        detected.data["row"] = np.arange(len(detections))
+        tracked = self._tracker.update(detected)
+        ids_N = np.full(len(detections), -1, np.int64)
         if len(tracked) and tracked.tracker_id is not None:
             ids_N[tracked.data["row"].astype(int)] = tracked.tracker_id
-        return replace(found, track_ids=ids_N)
+        return replace(detections, track_ids=ids_N)

@@ -7,7 +7,7 @@ import pytest
 
 from ppdist.common.errors import ConfigError
 from ppdist.export.spec import InferenceSpec
-from ppdist.predict.model import LoadedModel, _loaded, wanted, with_iou
+from ppdist.predict.model import LoadedModel, _make_loaded, wanted, with_iou
 from tests.errors import raises
 from tests.unit.export.tiny import SIZE, tiny_spec
 
@@ -69,7 +69,7 @@ def exported(nms_in_graph: bool) -> LoadedModel:
         return scores_RC[None], ROWS_R6[None, :, 2:]
 
     graph.output_names = ()  # type: ignore[attr-defined]
-    return _loaded(spec(), graph, nms_in_graph)  # type: ignore[arg-type]
+    return _make_loaded(spec(), graph, nms_in_graph)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nms_in_graph", [True, False])

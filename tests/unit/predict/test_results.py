@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ppdist.predict.detections import Detections
-from ppdist.predict.results import Objects, Pictures, below, folder_name, own_results
+from ppdist.predict.results import Objects, Pictures, folder_name, own_results, round_down
 from ppdist.predict.sources import Frame
 from tests.unit.export.tiny import tiny_spec
 
@@ -75,10 +75,10 @@ def test_a_table_has_the_tracks(tmp_path: Path) -> None:
 def test_the_line_counts_by_class(tmp_path: Path) -> None:
     results = Objects(tmp_path, tiny_spec(), Pictures(tmp_path, {}))
     seen = list(found_in(IMAGE, "a"))
-    assert results.said([seen]) == "1 green, 1 red" and results.said([[]]) == ""
-    assert results.said([seen, [], seen[:1]]).endswith("in 3 frames")
+    assert results.summary([seen]) == "1 green, 1 red" and results.summary([[]]) == ""
+    assert results.summary([seen, [], seen[:1]]).endswith("in 3 frames")
     tracked = list(replace(found_in(IMAGE, "a"), track_ids=np.array([0, 1])))
-    assert "through 2 frames" in results.said([tracked, tracked])
+    assert "through 2 frames" in results.summary([tracked, tracked])
 
 
 def test_where_nothing_is_found_a_line_says_what_to_try(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_where_nothing_is_found_a_line_says_what_to_try(tmp_path: Path) -> None:
                       class_ids=np.zeros(0, int))  # fmt: skip
     assert "lower score" in results.hint(0.41)
     for name, score in (("a.jpg", 0.07), ("b.jpg", 0.123), ("c.jpg", 0.01)):
-        results.note_highest(Frame(name, None, IMAGE), np.array([[0, score, 0, 0, 1, 1]]))
+        results.record_highest(Frame(name, None, IMAGE), np.array([[0, score, 0, 0, 1, 1]]))
         results.add(Frame(name, None, IMAGE), nothing)
     hint = results.hint(0.41)
     assert "0.12 in b.jpg" in hint and hint.endswith("--threshold 0.1")
@@ -98,7 +98,7 @@ def test_where_nothing_is_found_a_line_says_what_to_try(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("score", "tried"), [(0.99, 0.9), (0.4, 0.4), (0.0034, 0.003), (1.0, 1)])
 def test_the_threshold_to_try_is_not_above_the_score(score: float, tried: float) -> None:
-    assert below(score) == tried
+    assert round_down(score) == tried
 
 
 @pytest.mark.parametrize("name", ["../../etc", "/a", "..", "", "a\0b", "a/b"])

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ppdist.predict.slicing import corners, sliced
+from ppdist.predict.slicing import slice_corners, with_slices
 
 BOXES = np.array([[10, 10, 30, 30], [90, 10, 112, 30], [60, 60, 190, 190]], np.float32)
 
@@ -26,15 +26,15 @@ def seen(image_HW3: np.ndarray) -> np.ndarray:
 
 
 def test_slices_cover_the_image_and_overlap() -> None:
-    places = corners(150, 250, 100, 0.2)
+    places = slice_corners(150, 250, 100, 0.2)
     assert places == [(0, 0), (80, 0), (150, 0), (0, 50), (80, 50), (150, 50)]
-    assert corners(90, 100, 100, 0.2) == [(0, 0)]
+    assert slice_corners(90, 100, 100, 0.2) == [(0, 0)]
 
 
 def test_each_object_is_found_once_and_whole() -> None:
     image_HW3 = np.zeros((200, 200, 3), np.uint8)
     size, overlap = 100, 0.3
-    for left, top in corners(200, 200, size, overlap):
+    for left, top in slice_corners(200, 200, size, overlap):
         image_HW3[top, left] = (left, top, 1)
     image_HW3[0, 0, 2] = 0  # the whole image, and the first slice: it is told apart by its size
     batches = []
@@ -48,9 +48,9 @@ def test_each_object_is_found_once_and_whole() -> None:
             views.append(view)
         return [seen(view) for view in views]
 
-    (rows_R6,) = sliced(predict, size, overlap, 4)([image_HW3])
+    (rows_R6,) = with_slices(predict, size, overlap, 4)([image_HW3])
     found = sorted(rows_R6[:, 2:].tolist())
     assert found == sorted(BOXES.tolist())
     assert batches == [1, 4, 4, 1] and (np.diff(rows_R6[:, 1]) <= 0).all()
-    (small_R6,) = sliced(predict, 400, overlap, 4)([image_HW3])  # no larger than a slice
+    (small_R6,) = with_slices(predict, 400, overlap, 4)([image_HW3])  # no larger than a slice
     assert len(small_R6) == 1
