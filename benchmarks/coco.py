@@ -18,10 +18,10 @@ from ppdist.metrics.coco import (
     METRICS,
     by_hotcoco,
     by_pycocotools,
-    dictionaries,
     evaluate_boxes,
+    make_datasets,
 )
-from ppdist.metrics.matching import Detections, GroundTruth, found_of, truth_of
+from ppdist.metrics.matching import Detections, GroundTruth, collect_objects, select_detections
 
 _OBJECTS = 7.3  # of an image on average, as in COCO's val2017
 _SIDE = 640  # pixels of an image
@@ -35,8 +35,8 @@ def measure_coco(*, images: int, detections: int, classes: int, repeats: int) ->
         a whole evaluation takes, and evaluation.json.
     """
     dataset, rows_R7 = made_up(images=images, detections=detections, classes=classes, seed=0)
-    truth = truth_of(dataset)
-    found = found_of(truth, rows_R7)
+    truth = collect_objects(dataset)
+    found = select_detections(truth, rows_R7)
     ours = {"pycocotools": by_pycocotools}
     if importlib.util.find_spec("hotcoco"):
         ours["hotcoco"] = by_hotcoco
@@ -153,7 +153,7 @@ def _by_faster_coco_eval(truth: GroundTruth, found: Detections, classes: int) ->
     from faster_coco_eval import COCO, COCOeval_faster
 
     silent = {"print_function": lambda *_, **__: None}
-    sets = dictionaries(COCO, truth, found, classes, **silent)
+    sets = make_datasets(COCO, truth, found, classes, **silent)
     evaluation = COCOeval_faster(*sets, "bbox", **silent)
     evaluation.evaluate()
     evaluation.accumulate()

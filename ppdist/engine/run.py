@@ -40,7 +40,7 @@ from ppdist.engine.recipe import (
 from ppdist.engine.suitability import findings_of
 from ppdist.metrics.analysis import class_table
 from ppdist.metrics.run import read_run
-from ppdist.metrics.verdict import verdict_of
+from ppdist.metrics.verdict import judge_run
 from ppdist.models.base import ImageModel
 from ppdist.models.model_card import names_for
 from ppdist.models.weights import load_all_weights, require_there
@@ -172,8 +172,8 @@ def outcome(output_dir: Path) -> list[str]:
     """Summary of a run: per-class table and verdict."""
     run, lines = read_run(output_dir), list[str]()
     if run.evaluation and len(run.evaluation["per_class"]) > 1:
-        lines = class_table(run.evaluation, most=_MOST_CLASSES).splitlines()
-    return [*lines, *(finding.text for finding in verdict_of(run))]
+        lines = class_table(run.evaluation, max_classes=_MOST_CLASSES).splitlines()
+    return [*lines, *(finding.text for finding in judge_run(run))]
 
 
 def following(output_dir: Path, config: ExperimentConfig) -> list[tuple[str, str]]:

@@ -1,8 +1,8 @@
-"""Error analysis of an evaluation: evaluation.json and its text.
+"""Analyses the errors of an evaluation: evaluation.json and its text.
 
-Of a detector: error types of detections (TIDE), what each type costs, and which class is taken for
-which.  One operating point runs through it: `IOU`, and the confidence at which the mean F1 is
-largest.  docs/evaluation.md describes the file.
+A detector's errors are typed (TIDE): what each type costs, and which class is taken for which.  One
+operating point runs through it: `IOU`, and the confidence at which the mean F1 is largest.
+docs/evaluation.md describes the file.
 
 F detections, G objects, C classes.
 """
@@ -30,35 +30,35 @@ from ppdist.metrics.matching import (
     Pairs,
     best_step,
     coco_average_precision,
+    collect_objects,
     count_by_confidence,
-    found_of,
+    count_objects,
     match_as_coco,
     match_as_voc,
     mean_of_measured,
     most_overlapped,
-    objects_of,
     operating_points,
     overlaps,
     right_by_class,
-    truth_of,
+    select_detections,
     usual_step,
     voc_average_precision,
 )
 from ppdist.metrics.scored import count_duplicates, scored_images
 
-MOST_WHOLE = 200  # rows of a matrix that is written field by field
+MAX_MATRIX_ROWS = 200  # largest confusion matrix, in rows, that is written cell by cell
 _MOST_CELLS = 20_000
-MAX_CURVES = 100  # classes; of a set with more, those with the most objects have curves
+MAX_CURVES = 100  # classes with curves at most; a larger set has them of its commonest classes
 _CURVES_OF_MANY = 20
-_EVERY = 10  # of CONFIDENCE_T: steps of 0.01 are enough for a curve
-_IMAGES = 12  # worst and best
-_BOXES = 100  # true and predicted ones listed of such an image
+_EVERY = 10  # of CONFIDENCE_T's steps is kept: 0.01 is fine enough for a curve
+_IMAGES = 12  # listed as worst, and as best
+_BOXES = 100  # true and predicted boxes listed for such an image
 _DIGITS = 4
-_NAME = 24  # characters of a class name
+_NAME = 24  # characters of a class name in a table
 
 
 class Kind(IntEnum):
-    """What a detection is.
+    """The error type of a detection.
 
     LOCALISATION: on an object of its class, but overlapping it by less than 0.5 (at least 0.1).
     CLASS: on an object of another class, by 0.5 or more.  DUPLICATE: on an object of its class
@@ -75,51 +75,55 @@ class Kind(IntEnum):
     IGNORED = 5
 
 
-class Matched(NamedTuple):
-    """Who found what at IoU 0.5, at the operating point."""
+class Matches(NamedTuple):
+    """The matches of detections and objects at IoU 0.5, at the operating point.
+
+    match_F: object that each detection found (`match_as_coco`).  kind_F: `Kind` of each.  about_F:
+    object that each is about, found or not; NOBODY: none.  confident_F: reaches the confidence.
+    """
 
     truth: GroundTruth
-    found: Detections
+    detections: Detections
     match_F: np.ndarray
     kind_F: np.ndarray
     about_F: np.ndarray
-    sure_F: np.ndarray
+    confident_F: np.ndarray
 
 
 def analyse(
     dataset: DetectionSet,
     results: np.ndarray | Ranking,
     step: int | None = None,
-    most: int = COCO_DETECTIONS,
+    max_detections: int = COCO_DETECTIONS,
 ) -> dict[str, Any]:
-    """Content of evaluation.json; plain JSON.
+    """Computes the content of evaluation.json; plain JSON.
 
     Args:
-        dataset, most: as in `ppdist.metrics.coco.evaluate_boxes`.
+        dataset, max_detections: as in `ppdist.metrics.coco.evaluate_boxes`.
         results: detections_R7 as there, or the ranking of a classifier.
-        step: how many steps the model was trained; None: unknown.
+        step: number of steps that the model was trained; None: unknown.
     """
     if isinstance(results, Ranking):
         return _analyse_classes(dataset, results, step)
-    return _analyse_boxes(dataset, results, step, most)
+    return _analyse_boxes(dataset, results, step, max_detections)
 
 
 def _analyse_boxes(
-    dataset: DetectionSet, detections_R7: np.ndarray, step: int | None, most: int
+    dataset: DetectionSet, detections_R7: np.ndarray, step: int | None, max_detections: int
 ) -> dict[str, Any]:
     classes = len(dataset.class_names)
-    truth = truth_of(dataset)
-    found = found_of(truth, detections_R7, most)
-    pairs = overlaps(truth, found)
-    match_F = match_as_coco(truth, found, pairs, IOU)
-    kind_F, about_F = kinds_of(truth, found, pairs, match_F)
-    counts = count_by_confidence(truth, found, match_F, classes)
+    truth = collect_objects(dataset)
+    detections = select_detections(truth, detections_R7, max_detections)
+    pairs = overlaps(truth, detections)
+    match_F = match_as_coco(truth, detections, pairs, IOU)
+    kind_F, about_F = classify_errors(truth, detections, pairs, match_F)
+    counts = count_by_confidence(truth, detections, match_F, classes)
     best = best_step(counts)
     confidence = CONFIDENCE_T[len(CONFIDENCE_T) // 2 if best is None else best]
-    sure_F = found.score_F >= confidence
-    matched = Matched(truth, found, match_F, kind_F, about_F, sure_F)
-    arrays = coco_arrays(truth, found, classes, most)
-    voc_rights = right_by_class(found.label_F, match_as_voc(truth, found, pairs), classes)
+    confident_F = detections.score_F >= confidence
+    matches = Matches(truth, detections, match_F, kind_F, about_F, confident_F)
+    arrays = coco_arrays(truth, detections, classes, max_detections)
+    voc_rights = right_by_class(detections.label_F, match_as_voc(truth, detections, pairs), classes)
     voc_C2 = np.array([*map(voc_average_precision, voc_rights, counts.objects_C.tolist())]).reshape(
         -1, 2
     )
@@ -143,20 +147,21 @@ def _analyse_boxes(
             "iou": IOU,
             "confidence": confidence,
             **confusion_table(
-                *confused(truth, found, kind_F, about_F, sure_F, classes), classes + 1
+                *confusion_pairs(truth, detections, kind_F, about_F, confident_F, classes),
+                classes + 1,
             ),
         },
         "errors": {
-            "counts": count_kinds(truth, kind_F, about_F, sure_F),
-            "AP50_gain": gains(truth, found, kind_F, about_F, classes),
+            "counts": count_kinds(truth, kind_F, about_F, confident_F),
+            "AP50_gain": compute_gains(truth, detections, kind_F, about_F, classes),
         },
-        **_worst_and_best(dataset, matched),
+        **_worst_and_best(dataset, matches),
     }
     return plain(content)
 
 
 def _analyse_classes(dataset: DetectionSet, ranking: Ranking, step: int | None) -> dict[str, Any]:
-    """Content of a classifier's evaluation.json; plain JSON.
+    """Computes the content of a classifier's evaluation.json; plain JSON.
 
     Returns: `metrics`; `per_class`: images, top1 and top5 of them, precision (part of the images
         called so that are); `confusion`, see `confusion_table`; images where the model gave no
@@ -164,20 +169,24 @@ def _analyse_classes(dataset: DetectionSet, ranking: Ranking, step: int | None) 
     """
     classes = len(dataset.class_names)
     labels_N = np.array([dataset.records[int(i)].labels_M[0] for i in ranking.index_N], np.int64)
-    known_N = ranking.place_N < max(classes, BEST)
-    true_K, called_K = labels_N[known_N], ranking.labels_NK[known_N, 0]
+    ranked_N = ranking.place_N < max(classes, BEST)
+    true_K, called_K = labels_N[ranked_N], ranking.labels_NK[ranked_N, 0]
 
-    def part(chosen_X: np.ndarray, of_X: np.ndarray) -> list[float | None]:
-        """Of each class, how many of those `of_X` are chosen."""
-        some_C, all_C = (np.bincount(each, minlength=classes) for each in (chosen_X, of_X))
-        return [float(some / many) if many else None for some, many in zip(some_C, all_C)]
+    def share_by_class(chosen_X: np.ndarray, of_X: np.ndarray) -> list[float | None]:
+        """Returns for each class the share of those `of_X` that are chosen; None: there are none."""
+        chosen_C, total_C = (
+            np.bincount(label_X, minlength=classes) for label_X in (chosen_X, of_X)
+        )
+        return [
+            float(chosen / total) if total else None for chosen, total in zip(chosen_C, total_C)
+        ]
 
     columns = {
         "name": dataset.class_names,
         "images": np.bincount(labels_N, minlength=classes).tolist(),
-        "top1": part(labels_N[ranking.place_N < 1], labels_N),
-        "top5": part(labels_N[ranking.place_N < BEST], labels_N),
-        "precision": part(true_K[true_K == called_K], called_K),
+        "top1": share_by_class(labels_N[ranking.place_N < 1], labels_N),
+        "top5": share_by_class(labels_N[ranking.place_N < BEST], labels_N),
+        "precision": share_by_class(true_K[true_K == called_K], called_K),
     }
     return {
         "step": step,
@@ -189,71 +198,76 @@ def _analyse_classes(dataset: DetectionSet, ranking: Ranking, step: int | None) 
     }
 
 
-def kinds_of(
-    truth: GroundTruth, found: Detections, pairs: Pairs, match_F: np.ndarray
+def classify_errors(
+    truth: GroundTruth, detections: Detections, pairs: Pairs, match_F: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Kind of each detection and its object; int64 [F].
+    """Finds the error type of each detection and the object it is about; int64 [F].
 
     Args:
-        match_F: what `match_as_coco` gave at IOU.
+        match_F: result of `match_as_coco` at IOU.
 
     Source: Bolya et al. 2020 (TIDE), arXiv:2008.08115, section 2.2, tried in the order of its
         reference implementation: localisation, class, duplicate.
     """
     pairs = pairs.of(~truth.crowd_G[pairs.object_P])
-    same_P = found.label_F[pairs.found_P] == truth.label_G[pairs.object_P]
+    same_P = detections.label_F[pairs.detection_P] == truth.label_G[pairs.object_P]
     kind_F = np.full(len(match_F), int(Kind.BACKGROUND))
     about_F = np.full(len(match_F), NOBODY)
-    own_F, own_object_F, own_iou_F = most_overlapped(pairs.of(same_P), pairs.iou_P[same_P])
+    same_class_F, same_object_F, same_iou_F = most_overlapped(pairs.of(same_P), pairs.iou_P[same_P])
     other_F, other_object_F, other_iou_F = most_overlapped(pairs.of(~same_P), pairs.iou_P[~same_P])
-    for kind, chosen_F, some_F, object_F in (  # the last that fits stays
-        (Kind.DUPLICATE, own_iou_F >= IOU, own_F, own_object_F),
+    for kind, chosen_F, detection_F, object_F in (  # the last type that fits stays
+        (Kind.DUPLICATE, same_iou_F >= IOU, same_class_F, same_object_F),
         (Kind.CLASS, other_iou_F >= IOU, other_F, other_object_F),
-        (Kind.LOCALISATION, own_iou_F < IOU, own_F, own_object_F),
+        (Kind.LOCALISATION, same_iou_F < IOU, same_class_F, same_object_F),
     ):
-        kind_F[some_F[chosen_F]] = kind
-        about_F[some_F[chosen_F]] = object_F[chosen_F]
+        kind_F[detection_F[chosen_F]] = kind
+        about_F[detection_F[chosen_F]] = object_F[chosen_F]
     right_F = match_F >= 0
     kind_F[right_F], about_F[right_F] = Kind.CORRECT, match_F[right_F]
     kind_F[match_F == CROWD], about_F[match_F == CROWD] = Kind.IGNORED, NOBODY
     return kind_F, about_F
 
 
-def missed(truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray) -> np.ndarray:
-    """Objects that no detection is about; bool [G]."""
+def find_missed(truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray) -> np.ndarray:
+    """Finds the objects that no detection is about; bool [G]."""
     seen_G = truth.crowd_G.copy()
     seen_G[about_F[about_F >= 0]] = True
     return ~seen_G
 
 
 def count_kinds(
-    truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray, sure_F: np.ndarray
+    truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray, confident_F: np.ndarray
 ) -> dict[str, int]:
-    """Detections of each kind, and missed objects.
+    """Counts the detections of each error type, and the missed objects.
 
-    Args: sure_F: bool, those that count.
+    Args: confident_F: bool, those that count.
     """
-    count = np.bincount(kind_F[sure_F], minlength=len(Kind))
+    count = np.bincount(kind_F[confident_F], minlength=len(Kind))
     counts = {kind.name.lower(): int(count[kind]) for kind in Kind if kind != Kind.IGNORED}
-    return {**counts, "missed": int(missed(truth, kind_F[sure_F], about_F[sure_F]).sum())}
+    return {
+        **counts,
+        "missed": int(find_missed(truth, kind_F[confident_F], about_F[confident_F]).sum()),
+    }
 
 
-def gains(
-    truth: GroundTruth, found: Detections, kind_F: np.ndarray, about_F: np.ndarray, classes: int
+def compute_gains(
+    truth: GroundTruth,
+    detections: Detections,
+    kind_F: np.ndarray,
+    about_F: np.ndarray,
+    classes: int,
 ) -> dict[str, float | None]:
-    """Gain of mAP50 with one error type mended.
-
-    All others are left.
+    """Computes the gain of mAP50 if one error type were mended and all others left.
 
     All detections count, however unsure.  A wrong place or class is corrected where no detection
-    found the object, of several about one object that of the surest; the others of the kind are
+    found the object; of several about one object only the surest is corrected, and the others are
     left out.  Duplicates and background are left out; missed objects are not asked for.
 
-    Returns: None for each where the set has no object.
-    Source: as `kinds_of`, section 2.3, and its reference implementation (tidecv 1.0.1), with
-        COCO's recalls, which it takes a last digit differently.
+    Returns: None for each type where the set has no object.
+    Source: as `classify_errors`, section 2.3, and its reference implementation (tidecv 1.0.1), with
+    COCO's recalls, which it takes a last digit differently.
     """
-    objects_C = objects_of(truth, classes)
+    objects_C = count_objects(truth, classes)
     match_F = np.where(kind_F == Kind.CORRECT, about_F, NOBODY)
     match_F[kind_F == Kind.IGNORED] = CROWD
 
@@ -264,16 +278,16 @@ def gains(
         values = [coco_average_precision(right, n) for right, n in zip(rights, objects_C.tolist())]
         return float(mean_of_measured(np.array([values]).T)[0])
 
-    # The surest detection to mend for each object not found: of a wrong place or class.
+    # The surest detection of a wrong place or class is mended for each object that was not found.
     found_G = np.zeros(len(truth.label_G), bool)
     found_G[about_F[kind_F == Kind.CORRECT]] = True
     wrong_F = np.flatnonzero((kind_F == Kind.LOCALISATION) | (kind_F == Kind.CLASS))
     wrong_F = wrong_F[~found_G[about_F[wrong_F]]]
     mendable_F = wrong_F[np.unique(about_F[wrong_F], return_index=True)[1]]
 
-    def mended(kind: Kind) -> float:
-        """CROWD also marks ignored ones: neither counts."""
-        new_match_F, label_F = np.where(kind_F == kind, CROWD, match_F), found.label_F.copy()
+    def mended_precision(kind: Kind) -> float:
+        """Returns mAP50 with one type mended.  CROWD also marks detections to ignore."""
+        new_match_F, label_F = np.where(kind_F == kind, CROWD, match_F), detections.label_F.copy()
         put_right_F = mendable_F[kind_F[mendable_F] == kind]
         new_match_F[put_right_F] = about_F[put_right_F]
         label_F[put_right_F] = truth.label_G[about_F[put_right_F]]
@@ -282,28 +296,34 @@ def gains(
     wrong = (Kind.LOCALISATION, Kind.CLASS, Kind.DUPLICATE, Kind.BACKGROUND)
     if not objects_C.any():
         return dict.fromkeys((*(kind.name.lower() for kind in wrong), "missed"))
-    before = mean_precision(found.label_F, match_F)
-    gained: dict[str, float | None] = {kind.name.lower(): mended(kind) - before for kind in wrong}
-    asked_for = ~missed(truth, kind_F, about_F) & ~truth.crowd_G
+    before = mean_precision(detections.label_F, match_F)
+    gains: dict[str, float | None] = {
+        kind.name.lower(): mended_precision(kind) - before for kind in wrong
+    }
+    asked_for = ~find_missed(truth, kind_F, about_F) & ~truth.crowd_G
     fewer_C = np.bincount(truth.label_G[asked_for], minlength=classes)
-    gained["missed"] = mean_precision(found.label_F, match_F, fewer_C) - before
-    return gained
+    gains["missed"] = mean_precision(detections.label_F, match_F, fewer_C) - before
+    return gains
 
 
-def confused(
-    truth: GroundTruth, found: Detections, kind_F: np.ndarray, about_F: np.ndarray,
-    sure_F: np.ndarray, classes: int,
+def confusion_pairs(
+    truth: GroundTruth, detections: Detections, kind_F: np.ndarray, about_F: np.ndarray,
+    confident_F: np.ndarray, classes: int,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """True and detected class of detections and objects.
+    """Pairs the true and the detected class of detections and objects.
 
-    By the kinds of `kinds_of`, so that matrix and error types agree: a detection that is correct,
-    or of a wrong class, has the true class of its object, any other the background's.  So has as
-    detected an object with neither.
+    By the types of `classify_errors`, so that matrix and error types agree: the true class of a
+    detection that is correct, or of a wrong class, is that of its object, of any other detection
+    the background.  The detected class of an object with neither is the background, too.
 
-    Args: sure_F: bool, which detections count.
+    Args: confident_F: bool, which detections count.
     Returns: int64 [K], [K].
     """
-    label_F, kind_F, about_F = found.label_F[sure_F], kind_F[sure_F], about_F[sure_F]
+    label_F, kind_F, about_F = (
+        detections.label_F[confident_F],
+        kind_F[confident_F],
+        about_F[confident_F],
+    )
     on_object_F = (kind_F == Kind.CORRECT) | (kind_F == Kind.CLASS)
     true_F = np.full(len(kind_F), classes)
     true_F[on_object_F] = truth.label_G[about_F[on_object_F]]
@@ -315,19 +335,19 @@ def confused(
 
 
 def confusion_table(true_K: np.ndarray, called_K: np.ndarray, size: int) -> dict[str, Any]:
-    """Counts what was called what.
+    """Counts how often each true class was called which.
 
     Args:
         true_K, called_K: classes in [0, size).
-    Returns: `counts`, int [size][size], rows are true; or, of more than MOST_WHOLE rows, because
-        the whole grows with their square: `cells`, (true, called, count) of the 20,000 largest,
-        the largest first, and `true_counts`, int [size], the sums of whole rows.
+    Returns: `counts`, int [size][size], rows are true; or, of more than MAX_MATRIX_ROWS rows,
+        because the whole grows with their square: `cells`, (true, called, count) of the 20,000
+        largest, the largest first, and `true_counts`, int [size], the sums of whole rows.
     """
     cells, counts = np.unique(true_K * size + called_K, return_counts=True)
-    if size <= MOST_WHOLE:
-        whole = np.zeros(size * size, np.int64)
-        whole[cells] = counts
-        return {"counts": whole.reshape(size, size).tolist()}
+    if size <= MAX_MATRIX_ROWS:
+        matrix = np.zeros(size * size, np.int64)
+        matrix[cells] = counts
+        return {"counts": matrix.reshape(size, size).tolist()}
     largest = np.argsort(-counts, kind="stable")[:_MOST_CELLS]
     rows = np.stack([cells[largest] // size, cells[largest] % size, counts[largest]], axis=1)
     return {"cells": rows.tolist(), "true_counts": np.bincount(true_K, minlength=size).tolist()}
@@ -340,21 +360,21 @@ def _per_class(
     counts: Counts,
     voc_C2: np.ndarray,
 ) -> list[dict[str, Any]]:
-    """One row for each class.
+    """Makes a row for each class.
 
     Of a class without objects all numbers are None, precision also where nothing was found.
     """
     classes = len(dataset.class_names)
-    real_G = ~truth.crowd_G
-    cells = np.unique(truth.image_G[real_G] * classes + truth.label_G[real_G])
+    counted_G = ~truth.crowd_G
+    cells = np.unique(truth.image_G[counted_G] * classes + truth.label_G[counted_G])
     images_C = np.bincount(cells % classes, minlength=classes) if classes else cells
-    step, usual = best_step(counts) or 0, usual_step()
+    step, usual_at = best_step(counts) or 0, usual_step()
     at_points = {  # each is computed for all confidences at once
         "precision": counts.precision_CT[:, step],
         "recall": counts.recall_CT[:, step],
         "f1": counts.f1_CT[:, step],
-        "precision_at_25": counts.precision_CT[:, usual],
-        "recall_at_25": counts.recall_CT[:, usual],
+        "precision_at_25": counts.precision_CT[:, usual_at],
+        "recall_at_25": counts.recall_CT[:, usual_at],
     }
     rows = []
     for label, name in enumerate(dataset.class_names):
@@ -370,7 +390,7 @@ def _per_class(
 
 
 def _curves(arrays: CocoArrays, counts: Counts) -> dict[str, Any]:
-    """Curves by confidence and, interpolated as COCO does, by recall.
+    """Computes curves by confidence and, interpolated as COCO does, by recall.
 
     `curve_classes` says which rows there are.  The means are over all classes that have objects.
     """
@@ -380,7 +400,7 @@ def _curves(arrays: CocoArrays, counts: Counts) -> dict[str, Any]:
         chosen = np.sort(np.argsort(-counts.objects_C, kind="stable")[:_CURVES_OF_MANY])
     precision_CR = arrays.precision_TRCAM[0, :, :, 0, -1].T
     precision_CR = np.where(precision_CR > -1, precision_CR, np.nan)
-    some_C = counts.objects_C > 0
+    measured_C = counts.objects_C > 0
     by_confidence = {
         "precision": counts.precision_CT[:, ::_EVERY],
         "recall": counts.recall_CT[:, ::_EVERY],
@@ -391,33 +411,33 @@ def _curves(arrays: CocoArrays, counts: Counts) -> dict[str, Any]:
         "confidence_T": CONFIDENCE_T[::_EVERY],
         **{f"{name}_CT": values[chosen] for name, values in by_confidence.items()},
         **{
-            f"mean_{name}_T": mean_of_measured(values[some_C])
+            f"mean_{name}_T": mean_of_measured(values[measured_C])
             for name, values in by_confidence.items()
         },
         "recall_R": RECALL_R,
         "precision_CR": precision_CR[chosen],
-        "mean_precision_R": mean_of_measured(precision_CR[some_C]),
+        "mean_precision_R": mean_of_measured(precision_CR[measured_C]),
     }
 
 
-def _worst_and_best(dataset: DetectionSet, matched: Matched) -> dict[str, list[dict[str, Any]]]:
-    """Images with the most and with the fewest errors.
+def _worst_and_best(dataset: DetectionSet, matches: Matches) -> dict[str, list[dict[str, Any]]]:
+    """Lists the images with the most and with the fewest errors.
 
     Of equals those with fewer, or more, objects found come first.  Images with neither objects nor
     sure detections are in no list.
     """
-    truth, found = matched.truth, matched.found
+    truth, detections = matches.truth, matches.found
     images = len(truth.order_N)
 
     def per_image(image_X: np.ndarray) -> np.ndarray:
         return np.bincount(image_X, minlength=images)
 
     objects_N = per_image(truth.image_G[~truth.crowd_G])
-    right_N = per_image(found.image_F[matched.sure_F & (matched.match_F >= 0)])
-    wrong_N = per_image(found.image_F[matched.sure_F & (matched.match_F == NOBODY)])
+    right_N = per_image(detections.image_F[matches.confident_F & (matches.match_F >= 0)])
+    wrong_N = per_image(detections.image_F[matches.confident_F & (matches.match_F == NOBODY)])
     mistakes_N = objects_N - right_N + wrong_N
-    some_N = np.flatnonzero((objects_N > 0) | (wrong_N > 0))
-    by_mistakes_N = some_N[np.lexsort((right_N[some_N], -mistakes_N[some_N]))]
+    listed_N = np.flatnonzero((objects_N > 0) | (wrong_N > 0))
+    by_mistakes_N = listed_N[np.lexsort((right_N[listed_N], -mistakes_N[listed_N]))]
 
     def entry(place: int) -> dict[str, Any]:
         return {
@@ -426,40 +446,41 @@ def _worst_and_best(dataset: DetectionSet, matched: Matched) -> dict[str, list[d
             "found": right_N[place],
             "missed": objects_N[place] - right_N[place],
             "wrong": wrong_N[place],
-            **_boxes(matched, place),
+            **_boxes(matches, place),
         }
 
-    some = len(by_mistakes_N) // 2 if len(by_mistakes_N) < 2 * _IMAGES else _IMAGES
-    worst = by_mistakes_N[: max(some, min(1, len(by_mistakes_N)))]
-    best = by_mistakes_N[::-1][:some]
+    count = len(by_mistakes_N) // 2 if len(by_mistakes_N) < 2 * _IMAGES else _IMAGES
+    worst = by_mistakes_N[: max(count, min(1, len(by_mistakes_N)))]
+    best = by_mistakes_N[::-1][:count]
     return {"worst": [entry(n) for n in worst], "best": [entry(n) for n in best]}
 
 
-def _boxes(matched: Matched, place: int) -> dict[str, list]:
-    """What is on one image, in original pixels.
+def _boxes(matches: Matches, place: int) -> dict[str, list]:
+    """Lists the boxes of one image, in original pixels.
 
     Returns: `true`, rows of class, x1, y1, x2, y2 and whether it was found; `predicted`, rows of
         class, score, x1, y1, x2, y2 and what the detection is, a name of `Kind` in lower case.
     """
-    truth, found = matched.truth, matched.found
-    surely_G = np.zeros(len(truth.label_G), bool)
-    surely_G[matched.match_F[matched.sure_F & (matched.match_F >= 0)]] = True
+    truth, detections = matches.truth, matches.found
+    is_found_G = np.zeros(len(truth.label_G), bool)
+    is_found_G[matches.match_F[matches.confident_F & (matches.match_F >= 0)]] = True
     first, last = np.searchsorted(truth.image_G, [place, place + 1])
-    things = [g for g in range(first, last) if not truth.crowd_G[g]][:_BOXES]
-    seen = np.flatnonzero(matched.sure_F & (found.image_F == place))
-    seen = seen[matched.match_F[seen] != CROWD][:_BOXES]
+    objects = [g for g in range(first, last) if not truth.crowd_G[g]][:_BOXES]
+    listed = np.flatnonzero(matches.confident_F & (detections.image_F == place))
+    listed = listed[matches.match_F[listed] != CROWD][:_BOXES]
     return {
         "true": [
-            [int(truth.label_G[g]), *_corners(truth.box_G4[g]), bool(surely_G[g])] for g in things
+            [int(truth.label_G[g]), *_corners(truth.box_G4[g]), bool(is_found_G[g])]
+            for g in objects
         ],
         "predicted": [
             [
-                int(found.label_F[f]),
-                round(float(found.score_F[f]), _DIGITS),
-                *_corners(found.box_F4[f]),
-                Kind(int(matched.kind_F[f])).name.lower(),
+                int(detections.label_F[f]),
+                round(float(detections.score_F[f]), _DIGITS),
+                *_corners(detections.box_F4[f]),
+                Kind(int(matches.kind_F[f])).name.lower(),
             ]
-            for f in seen
+            for f in listed
         ],
     }
 
@@ -477,7 +498,7 @@ def _rounded(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _or_none(value: float) -> float | None:
-    """-1 means nothing to measure."""
+    """Returns None for -1, which means nothing to measure."""
     return None if value < 0 else value
 
 
@@ -493,7 +514,7 @@ def plain(content: Any) -> Any:
     return None if isinstance(content, float) and not np.isfinite(content) else content
 
 
-# Of a class: key of `per_class` -> heading, in the order in which tables have them.
+# Key of `per_class` -> heading, in the order of a table's columns.
 CLASS_HEADINGS = {
     "objects": "objects", "images": "images",
     "top1": "top1", "top5": "top5",
@@ -503,7 +524,7 @@ CLASS_HEADINGS = {
     "AP_small": "small", "AP_medium": "medium", "AP_large": "large", "AR100": "AR100",
     "VOC_11_point": "VOC 11", "VOC_area": "VOC area",
 }  # fmt: skip
-# Those of a table of 80 columns, and the metric that is their mean.
+# Keys of a table of 80 columns -> the metric that is their mean.
 _NARROW = {
     "images": "", "objects": "",
     "top1": "top1", "top5": "top5",
@@ -513,33 +534,33 @@ _NARROW = {
 }  # fmt: skip
 
 
-def class_table(evaluation: Mapping[str, Any], most: int | None = None) -> str:
-    """Images, objects, P, R and AP by class.
+def class_table(evaluation: Mapping[str, Any], max_classes: int | None = None) -> str:
+    """Formats images, objects, P, R and AP by class.
 
     Args:
         evaluation: content of evaluation.json, of a detector or classifier.
-        most: classes to show, the weakest of more; None: all of them.
+        max_classes: classes to show, the weakest of more; None: all of them.
     """
     metrics, rows = evaluation["metrics"], evaluation["per_class"]
     keys = [key for key in _NARROW if any(key in row for row in rows)]
     score = "AP" if "AP" in keys else "top1"
-    shown = [row for row in rows if row.get(score) is not None] if most else rows
+    shown = [row for row in rows if row.get(score) is not None] if max_classes else rows
     left_out = len(rows) - len(shown)
-    if most and len(shown) > most:
-        left_out += len(shown) - most
-        shown = sorted(shown, key=lambda row: row[score])[:most]
-    everything = {key: metrics.get(name) for key, name in _NARROW.items()} | {
+    if max_classes and len(shown) > max_classes:
+        left_out += len(shown) - max_classes
+        shown = sorted(shown, key=lambda row: row[score])[:max_classes]
+    means = {key: metrics.get(name) for key, name in _NARROW.items()} | {
         "objects": sum(row.get("objects") or 0 for row in rows),
         "images": evaluation["images"],
     }
     lines = [
-        (row["name"], [_shown(row.get(key), 3) for key in keys])
-        for row in ({"name": "all", **everything}, *shown)
+        (row["name"], [_format_cell(row.get(key), 3) for key in keys])
+        for row in ({"name": "all", **means}, *shown)
     ]
     text = _table("class", lines, [CLASS_HEADINGS[key] for key in keys])
     if left_out:
-        more = "class" if left_out == 1 else "classes"
-        text += f"{left_out} more {more} not shown; these are the weakest with objects\n"
+        noun = "class" if left_out == 1 else "classes"
+        text += f"{left_out} more {noun} not shown; these are the weakest with objects\n"
     threshold = metrics.get("best_f1_threshold")
     if threshold is not None and metrics.get("f1"):
         text += f"P and R at IoU 0.5: confidence {threshold:.3f} (best mean F1) and 0.25\n"
@@ -547,11 +568,14 @@ def class_table(evaluation: Mapping[str, Any], most: int | None = None) -> str:
 
 
 def _table(head: str, rows: Any, columns: Sequence[str] = ("value",)) -> str:
-    """Args: rows: (name, value or values)."""
+    """Formats a table.
+
+    Args: rows: (name, value or values).
+    """
     lines = [(head, *columns)]
     for name, values in rows:
         several = values if isinstance(values, list | tuple) else [values]
-        lines.append((printable(str(name)).replace("\n", " ")[:_NAME], *map(_shown, several)))
+        lines.append((printable(str(name)).replace("\n", " ")[:_NAME], *map(_format_cell, several)))
     widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
     text = [
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:]))])
@@ -560,7 +584,7 @@ def _table(head: str, rows: Any, columns: Sequence[str] = ("value",)) -> str:
     return "\n".join([text[0], "-" * len(text[0]), *text[1:], ""])
 
 
-def _shown(value: float | str | None, digits: int = _DIGITS) -> str:
+def _format_cell(value: float | str | None, digits: int = _DIGITS) -> str:
     if value is None:
         return "-"
     return f"{value:.{digits}f}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Top-1 and top-5 accuracy of a classifier."""
+"""Computes top-1 and top-5 accuracy of a classifier."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,15 +9,15 @@ from ppdist.common.files import write_json
 from ppdist.config.evaluate import CLASSIFICATION_METRICS
 from ppdist.data.types import DetectionSet
 
-BEST = 5  # classes of an image that are kept
+BEST = 5  # classes kept for each image
 
 
 class Ranking(NamedTuple):
     """The surest classes of some images.
 
     index_N: int64 position in DetectionSet.records.
-    place_N: int64 how many classes are surer than the true one; 0 is right.
-    labels_NK: int64 the K = min(5, C) surest classes, best first; scores_NK: float32 theirs, 0..1.
+    place_N: int64 number of classes that are surer than the true one; 0 is right.
+    labels_NK: int64 the K = min(5, C) surest classes, best first; scores_NK: float32, 0..1.
     """
 
     index_N: np.ndarray
@@ -29,7 +29,7 @@ class Ranking(NamedTuple):
 def rank(probabilities_NC: np.ndarray, labels_N: np.ndarray, index_N: np.ndarray) -> Ranking:
     """Ranks the classes of each image.
 
-    Where a probability is not a number the true class is found in no place.
+    An image with a probability that is not finite has its true class in no place.
 
     Args:
         labels_N: the true classes.
@@ -44,7 +44,7 @@ def rank(probabilities_NC: np.ndarray, labels_N: np.ndarray, index_N: np.ndarray
 
 
 def accuracy(ranking: Ranking) -> dict[str, float]:
-    """Top-1 and top-5 accuracy, 0..1."""
+    """Computes top-1 and top-5 accuracy, 0..1."""
     within = {"top1": 1, "top5": 5}
     return {name: float((ranking.place_N < within[name]).mean()) for name in CLASSIFICATION_METRICS}
 
@@ -73,7 +73,7 @@ def write_ranking(path: Path, dataset: DetectionSet, ranking: Ranking) -> None:
 def best_classes(
     labels_K: np.ndarray, scores_K: np.ndarray, class_names: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    """The surest classes of one image as JSON holds them, best first."""
+    """Lists the surest classes of one image as JSON holds them, best first."""
     return [
         {"class": label, "name": class_names[label], "score": round(score, 5)}
         for label, score in zip(labels_K.tolist(), scores_K.tolist())

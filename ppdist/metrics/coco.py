@@ -1,7 +1,7 @@
-"""Mean average precision as COCO defines it.
+"""Computes mean average precision as COCO defines it.
 
 pycocotools computes the numbers.  Where hotcoco is installed (extra `fast`), it computes the same
-in Rust, many times faster (docs/dev/performance.md); the tests hold both together to 1e-9.
+in Rust, many times faster (docs/dev/performance.md); the tests require both to agree to 1e-9.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from ppdist.metrics.matching import (
     OPERATING_POINTS,
     Detections,
     GroundTruth,
+    collect_objects,
     count_by_confidence,
-    found_of,
     match_as_coco,
     operating_points,
     overlaps,
-    truth_of,
+    select_detections,
 )
 
 # The order of COCOeval.stats.
@@ -49,12 +49,12 @@ SIZES = ("small", "medium", "large")
 
 
 class CocoArrays(NamedTuple):
-    """Precision and recall that COCO's numbers are means of.
+    """The precision and recall whose means are COCO's numbers.
 
     -1 where there is nothing to measure.
 
     precision_TRCAM: 10 IoUs (0.50:0.05:0.95), 101 recalls, class, area (all, small, medium,
-    large), at most 1, 10, 100 detections of an image, and where evaluation counts more, so many.
+    large), at most 1, 10, 100 detections of an image, or more where the evaluation counts more.
     recall_TCAM: the highest recall.
     """
 
@@ -62,20 +62,20 @@ class CocoArrays(NamedTuple):
     recall_TCAM: np.ndarray
 
     def summary(self) -> dict[str, float]:
-        """The 12 numbers of METRICS."""
+        """Returns the 12 numbers of METRICS."""
         precision_TRCAM, recall_TCAM = self
         numbers = [
             measured_mean(precision_TRCAM[:, :, :, 0, -1]),
             measured_mean(precision_TRCAM[0, :, :, 0, -1]),
             measured_mean(precision_TRCAM[5, :, :, 0, -1]),
             *(measured_mean(precision_TRCAM[:, :, :, area, -1]) for area in (1, 2, 3)),
-            *(measured_mean(recall_TCAM[:, :, 0, most]) for most in (0, 1, 2)),
+            *(measured_mean(recall_TCAM[:, :, 0, limit]) for limit in (0, 1, 2)),
             *(measured_mean(recall_TCAM[:, :, area, -1]) for area in (1, 2, 3)),
         ]
         return dict(zip(METRICS, numbers))
 
     def of_class(self, label: int) -> dict[str, float]:
-        """AP and AR100 of one class, over IoUs and by size."""
+        """Returns AP and AR100 of one class, over IoUs and by size."""
         precision_TRA = self.precision_TRCAM[:, :, label, :, -1]
         return {
             "AP": measured_mean(precision_TRA[:, :, 0]),
@@ -90,81 +90,90 @@ class CocoArrays(NamedTuple):
 
 
 def measured_mean(values: np.ndarray) -> float:
-    """Mean of those that are not -1; -1 if none is."""
+    """Returns the mean of the values that are not -1; -1 if there is none."""
     measured = values[values > -1]
     return float(measured.mean()) if measured.size else -1.0
 
 
 def coco_arrays(
-    truth: GroundTruth, found: Detections, classes: int, most: int = COCO_DETECTIONS
+    truth: GroundTruth, detections: Detections, classes: int, max_detections: int = COCO_DETECTIONS
 ) -> CocoArrays:
-    """Precision and recall by IoU, class and size.
+    """Computes precision and recall by IoU, class and size.
 
-    Args: most: detections of a class in an image that count.
+    Args: max_detections: of a class in an image.
     """
     compute = by_hotcoco if importlib.util.find_spec("hotcoco") else by_pycocotools
-    return compute(truth, found, classes, most)
+    return compute(truth, detections, classes, max_detections)
 
 
-def by_hotcoco(truth: GroundTruth, found: Detections, classes: int, most: int) -> CocoArrays:
-    """`coco_arrays` by hotcoco."""
+def by_hotcoco(
+    truth: GroundTruth, detections: Detections, classes: int, max_detections: int
+) -> CocoArrays:
+    """Computes `coco_arrays` with hotcoco."""
     from hotcoco import COCO, COCOeval
 
-    images, categories = _places(truth, classes)
+    images, categories = _images_and_categories(truth, classes)
     objects = COCO.from_arrays(
         images, categories, truth.image_G, truth.label_G, truth.box_G4,
         area=truth.area_G, iscrowd=truth.crowd_G.astype(np.int64),
     )  # fmt: skip
-    columns = [found.image_F[:, None], found.box_F4, found.score_F[:, None], found.label_F[:, None]]
+    columns = [
+        detections.image_F[:, None],
+        detections.box_F4,
+        detections.score_F[:, None],
+        detections.label_F[:, None],
+    ]
     results = objects.load_res(np.concatenate(columns, axis=1))
-    return _accumulated(COCOeval(objects, results, "bbox"), most)
+    return _accumulate(COCOeval(objects, results, "bbox"), max_detections)
 
 
-def by_pycocotools(truth: GroundTruth, found: Detections, classes: int, most: int) -> CocoArrays:
-    """`coco_arrays` by pycocotools."""
+def by_pycocotools(
+    truth: GroundTruth, detections: Detections, classes: int, max_detections: int
+) -> CocoArrays:
+    """Computes `coco_arrays` with pycocotools."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells how long it took
-        evaluation = COCOeval(*dictionaries(COCO, truth, found, classes), "bbox")
-        return _accumulated(evaluation, most)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its timings
+        evaluation = COCOeval(*make_datasets(COCO, truth, detections, classes), "bbox")
+        return _accumulate(evaluation, max_detections)
 
 
-def _accumulated(evaluation: Any, most: int) -> CocoArrays:
-    evaluation.params.maxDets = sorted({1, 10, COCO_DETECTIONS, most})
+def _accumulate(evaluation: Any, max_detections: int) -> CocoArrays:
+    evaluation.params.maxDets = sorted({1, 10, COCO_DETECTIONS, max_detections})
     evaluation.evaluate()
     evaluation.accumulate()
     return CocoArrays(evaluation.eval["precision"], evaluation.eval["recall"])
 
 
-def dictionaries(
-    coco: Any, truth: GroundTruth, found: Detections, classes: int, **options: Any
+def make_datasets(
+    coco: Any, truth: GroundTruth, detections: Detections, classes: int, **options: Any
 ) -> list[Any]:
-    """Objects and detections for packages with pycocotools' interface.
+    """Makes the objects and detections for packages with pycocotools' interface.
 
-    Args: coco: the package's class COCO; options: of it.
+    Args: coco: the package's class COCO.  options: its arguments.
     """
     objects = _annotations(truth.image_G, truth.label_G, truth.box_G4)
-    results = _annotations(found.image_F, found.label_F, found.box_F4)
+    results = _annotations(detections.image_F, detections.label_F, detections.box_F4)
     for annotation, area, crowd in zip(objects, truth.area_G.tolist(), truth.crowd_G.tolist()):
         annotation |= {"area": area, "iscrowd": int(crowd)}
-    areas_F = found.box_F4[:, 2] * found.box_F4[:, 3]
-    for annotation, area, score in zip(results, areas_F.tolist(), found.score_F.tolist()):
+    areas_F = detections.box_F4[:, 2] * detections.box_F4[:, 3]
+    for annotation, area, score in zip(results, areas_F.tolist(), detections.score_F.tolist()):
         annotation |= {"area": area, "iscrowd": 0, "score": score}
-    images, categories = _places(truth, classes)
+    images, categories = _images_and_categories(truth, classes)
     indexed = []
     for annotations in (objects, results):
-        part = coco(**options)
-        part.dataset = {"images": images, "categories": categories, "annotations": annotations}
-        part.createIndex()
-        indexed.append(part)
+        coco_set = coco(**options)
+        coco_set.dataset = {"images": images, "categories": categories, "annotations": annotations}
+        coco_set.createIndex()
+        indexed.append(coco_set)
     return indexed
 
 
 def _annotations(
     image_X: np.ndarray, label_X: np.ndarray, box_X4: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Annotations of a COCO file.
+    """Makes the annotations of a COCO file.
 
     Ids start at 1: pycocotools takes a match with object 0 for no match.
     """
@@ -175,20 +184,22 @@ def _annotations(
     ]
 
 
-def _places(truth: GroundTruth, classes: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Images and categories of a COCO file."""
-    images = [{"id": place} for place in range(len(truth.order_N))]
+def _images_and_categories(
+    truth: GroundTruth, classes: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Makes the images and categories of a COCO file."""
+    images = [{"id": image} for image in range(len(truth.order_N))]
     return images, [{"id": label, "name": str(label)} for label in range(classes)]
 
 
 def evaluate_boxes(
-    dataset: DetectionSet, detections_R7: np.ndarray, most: int = COCO_DETECTIONS
+    dataset: DetectionSet, detections_R7: np.ndarray, max_detections: int = COCO_DETECTIONS
 ) -> dict[str, float]:
-    """COCO box metrics of one set of detections.
+    """Computes COCO's box metrics of one set of detections.
 
-    Average precision over IoU 0.50:0.05:0.95 with at most `most` detections per image and class;
-    small, medium and large split at 32x32 and 96x96 pixels of annotation area (`area_M`, which
-    for COCO files is the polygon's); a detection that hits a crowd region counts neither way.
+    Average precision over IoU 0.50:0.05:0.95 with at most `max_detections` per image and class;
+    small, medium and large split at 32x32 and 96x96 pixels of annotation area (`area_M`, which for
+    COCO files is the polygon's); a detection that hits a crowd region counts neither way.
 
     Args:
         dataset: the ground truth; every one of its images counts, with detections or without.
@@ -203,12 +214,12 @@ def evaluate_boxes(
         in the set, a class without objects) is -1, as in pycocotools.
     Source: github.com/cocodataset/cocoapi, PythonAPI/pycocotools/cocoeval.py.
     """
-    truth = truth_of(dataset)
-    found = found_of(truth, detections_R7, most)
+    truth = collect_objects(dataset)
+    detections = select_detections(truth, detections_R7, max_detections)
     classes = len(dataset.class_names)
-    arrays = coco_arrays(truth, found, classes, most)
-    match_F = match_as_coco(truth, found, overlaps(truth, found), IOU)
-    points = operating_points(count_by_confidence(truth, found, match_F, classes))
+    arrays = coco_arrays(truth, detections, classes, max_detections)
+    match_F = match_as_coco(truth, detections, overlaps(truth, detections), IOU)
+    points = operating_points(count_by_confidence(truth, detections, match_F, classes))
     per_class = {
         f"AP/{name}": arrays.of_class(label)["AP"] for label, name in enumerate(dataset.class_names)
     }
@@ -216,12 +227,12 @@ def evaluate_boxes(
 
 
 def metric_names(class_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of what `evaluate_boxes` gives, in its order."""
+    """Returns the names of what `evaluate_boxes` computes, in its order."""
     return (*METRICS, *OPERATING_POINTS, *(f"AP/{name}" for name in class_names))
 
 
 def fitness(metrics: Mapping[str, float]) -> float:
-    """One number to choose a checkpoint by, of those of `CocoArrays.summary`."""
+    """Computes one number to choose a checkpoint by, from `CocoArrays.summary`."""
     return 0.1 * metrics["mAP50"] + 0.9 * metrics["mAP"]
 
 
@@ -236,12 +247,12 @@ def write_detections(path: Path, dataset: DetectionSet, detections_R7: np.ndarra
     Args:
         detections_R7: as in `evaluate_boxes`.
     """
-    whole_R7 = detections_R7[(np.abs(detections_R7) < _LARGEST).all(1)]
-    texts = [_rows_as_json(dataset, part) for part in _parts(whole_R7)]
+    finite_R7 = detections_R7[(np.abs(detections_R7) < _LARGEST).all(1)]
+    texts = [_rows_as_json(dataset, part) for part in _parts(finite_R7)]
     write_whole(path, b"[" + b", ".join(texts) + b"]")
 
 
-_ROWS = 1 << 16  # at once: 10 MB
+_ROWS = 1 << 16  # written at once: 10 MB
 _LARGEST = 1e12  # pixels; larger ones, of a diverged model, count as not finite
 
 
@@ -250,9 +261,9 @@ def _parts(rows_RK: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _rows_as_json(dataset: DetectionSet, rows_R7: np.ndarray) -> bytes:
-    """Detections as JSON, without a dictionary for each row.
+    """Formats detections as JSON, without a dictionary for each row.
 
-    Rows of bytes, padded with zero bytes, which no JSON holds and which go at the end.
+    It makes rows of bytes, padded with zero bytes; JSON holds none, so all are removed at the end.
     """
     scores = rows_R7[:, 2].astype("S")  # the fewest digits that read back as the same
     rows_R7 = rows_R7.astype(np.float64)
@@ -260,32 +271,32 @@ def _rows_as_json(dataset: DetectionSet, rows_R7: np.ndarray) -> bytes:
     x_R, y_R = rows_R7[:, 3], rows_R7[:, 4]
     numbers = [x_R, y_R, rows_R7[:, 5] - x_R, rows_R7[:, 6] - y_R]
     bbox: list[bytes | np.ndarray] = []
-    for each in numbers:
-        bbox += [b", ", *_decimal(each, 3)]
+    for values_R in numbers:
+        bbox += [b", ", *_decimal(values_R, 3)]
     columns: list[bytes | np.ndarray] = [
-        b'{"image_id": ', _chosen(lambda place: records[place].image_id, rows_R7[:, 0]),
-        b', "category_id": ', _chosen(dataset.category_ids.__getitem__, rows_R7[:, 1]),
+        b'{"image_id": ', _look_up(lambda place: records[place].image_id, rows_R7[:, 0]),
+        b', "category_id": ', _look_up(dataset.category_ids.__getitem__, rows_R7[:, 1]),
         b', "bbox": [', *bbox[1:],
         b'], "score": ', scores, b"}, ",
     ]  # fmt: skip
     wide = [
-        np.broadcast_to(np.frombuffer(each, np.uint8), (len(rows_R7), len(each)))
-        if isinstance(each, bytes)
-        else each.view(np.uint8).reshape(len(rows_R7), -1)
-        for each in columns
+        np.broadcast_to(np.frombuffer(column, np.uint8), (len(rows_R7), len(column)))
+        if isinstance(column, bytes)
+        else column.view(np.uint8).reshape(len(rows_R7), -1)
+        for column in columns
     ]
     text_RW = np.concatenate(wide, axis=1)
     return text_RW[text_RW != 0].tobytes()[:-2]
 
 
-def _chosen(value_of: Callable[[int], int], places_R: np.ndarray) -> np.ndarray:
-    """Numbers that belong to these places, as bytes [R]."""
+def _look_up(value_of: Callable[[int], int], places_R: np.ndarray) -> np.ndarray:
+    """Returns the numbers that belong to these places, as bytes [R]."""
     used, at_R = np.unique(places_R.astype(np.int64), return_inverse=True)
     return np.array([b"%d" % value_of(place) for place in used.tolist()])[at_R]
 
 
 def _decimal(values_R: np.ndarray, places: int) -> tuple[np.ndarray, ...]:
-    """Rounded numbers as bytes [R]: sign, whole part, fraction.
+    """Formats rounded numbers as bytes [R]: sign, whole part, fraction.
 
     The digits are those of Python's `round`: the product of a float32 is exact.
     """
@@ -303,6 +314,6 @@ def _decimal(values_R: np.ndarray, places: int) -> tuple[np.ndarray, ...]:
 
 @cache
 def _fractions(places: int) -> np.ndarray:
-    """`.0`, `.001`, ... `.999` as Python writes them after the whole part."""
+    """Lists `.0`, `.001`, ... `.999` as Python writes them after the whole part."""
     texts = [f"{rest:0{places}}".rstrip("0") or "0" for rest in range(10**places)]
     return np.array([f".{text}".encode() for text in texts])

@@ -1,4 +1,4 @@
-"""What a training, before it begins or while it runs, and the verdict on it both find."""
+"""Findings about a training that are computed before or while it runs, and for its verdict."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -8,23 +8,23 @@ from typing import NamedTuple
 DETR_FROM_SCRATCH, TINY_OBJECTS, BEYOND_QUERIES = (
     "detr_from_scratch", "objects_tiny", "objects_beyond_queries",
 )  # fmt: skip
-FEWEST = 5  # evaluations that make a trend; losses are smoothed by a median of at least as many
-_SHARE = 5  # or of this part of them
+FEWEST = 5  # evaluations that make a trend, and the smallest window of a median
+_SHARE = 5  # the window is at least this fraction (1 / 5) of the evaluations
 _RISE_OF_LOSS = 0.2  # of the validation loss above its lowest: over-fitting
 
 
 class Finding(NamedTuple):
-    """One sentence; code: what programs and tests compare."""
+    """A finding in one sentence, with the code that programs and tests compare."""
 
     code: str
     text: str
 
 
 class OverFitting(NamedTuple):
-    """Smoothed losses then and now.
+    """The smoothed losses at the lowest validation loss, and now.
 
-    lowest: position of the last evaluation of those with the lowest validation loss; ago: how many
-    evaluations lie between both; window: how many a median is of.
+    lowest: position of the last evaluation in the window with the lowest validation loss; ago:
+    number of evaluations since; window: evaluations of a median.
     """
 
     lowest: int
@@ -37,20 +37,20 @@ class OverFitting(NamedTuple):
 
 
 def over_fitting(pairs: Sequence[tuple[float, float]]) -> OverFitting | None:
-    """Whether validation loss rose while training loss fell.
+    """Detects a validation loss that rose while the training loss fell; None: it did not.
 
     Both are smoothed; the validation loss is 20 % above its lowest, and the training loss is below
     what it was then.
 
-    Args: pairs: of each evaluation, the mean training loss since the one before, and the validation
+    Args: pairs: for each evaluation the mean training loss since the one before, and the validation
         loss.
     """
     size = max(FEWEST, len(pairs) // _SHARE)
     if len(pairs) <= size:
         return None
     windows = [pairs[at : at + size] for at in range(len(pairs) - size + 1)]
-    train_S = [median(train for train, _ in each) for each in windows]
-    val_S = [median(val for _, val in each) for each in windows]
+    train_S = [median(train for train, _ in window) for window in windows]
+    val_S = [median(val for _, val in window) for window in windows]
     lowest = val_S.index(min(val_S))
     if val_S[-1] <= (1 + _RISE_OF_LOSS) * val_S[lowest] or train_S[-1] >= train_S[lowest]:
         return None

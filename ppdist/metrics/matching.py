@@ -1,9 +1,10 @@
-"""Which detection found which object, by COCO's and VOC's rules.
+"""Matches detections with objects, by COCO's and VOC's rules.
 
-From that: precision, recall and F1 by confidence, average precision by recall, at one IoU.  Flat
-arrays over a whole set; a detection on a crowd counts nowhere.
+From that follow precision, recall and F1 by confidence, and average precision by recall, at one
+IoU.  Arrays are flat over a whole set; a detection on a crowd counts nowhere.
 
-G objects, F detections, P pairs of both, N images, C classes, T confidences, R recalls.
+G objects, F detections, P pairs of a detection and an object, N images, C classes, T confidences, R
+recalls.
 """
 
 import warnings
@@ -16,17 +17,17 @@ from ppdist.config.evaluate import COCO_DETECTIONS
 from ppdist.data.types import DetectionSet
 from ppdist.runtime.predictor import USUAL_THRESHOLD
 
-IOU = 0.5  # of the operating point: from there on a detection is in the right place
-NEAR = 0.1  # pairs that overlap less are not kept
+IOU = 0.5  # of the operating point: from this overlap on a detection is in the right place
+NEAR = 0.1  # pairs that overlap less are dropped
 NOBODY = -1
 CROWD = -2
 CONFIDENCE_T = np.arange(1001) / 1000
-RECALL_R = np.linspace(0.0, 1.0, 101)  # as COCO
+RECALL_R = np.linspace(0.0, 1.0, 101)  # COCO's recalls
 _PAIRS_AT_ONCE = 1 << 21  # bounds the memory of a set with crowded images
 
 
 class GroundTruth(NamedTuple):
-    """All objects of a set, image after image.
+    """The objects of a set, image after image.
 
     image_G: int64 place of the image in the order of ids.  label_G: int64.  box_G4: float64 x, y,
     width, height in pixels of the original image.  crowd_G: bool, a region or a VOC object called
@@ -42,9 +43,9 @@ class GroundTruth(NamedTuple):
 
 
 class Detections(NamedTuple):
-    """Detections of a set, the surest first.
+    """The detections of a set, the surest first.
 
-    Of equally sure ones that of the earlier image.
+    Equally sure ones are in the order of their images.
 
     image_F: int64 place of the image; label_F: int64; score_F: float64; box_F4: as
     `GroundTruth.box_G4`.
@@ -61,12 +62,12 @@ class Pairs(NamedTuple):
 
     They overlap by NEAR or more, and may be of any classes.
 
-    found_P, object_P: int64 positions in `Detections` and `GroundTruth`, rising.  iou_P: float64
-    intersection over union.  overlap_P: the same, but the part of the detection that lies on it
-    where the object is a crowd, as COCO has it.
+    detection_P, object_P: int64 positions in `Detections` and `GroundTruth`, rising.  iou_P:
+    float64 intersection over union.  overlap_P: the same, but for a crowd the part of the detection
+    that lies on it, as COCO has it.
     """
 
-    found_P: np.ndarray
+    detection_P: np.ndarray
     object_P: np.ndarray
     iou_P: np.ndarray
     overlap_P: np.ndarray
@@ -75,8 +76,8 @@ class Pairs(NamedTuple):
         return Pairs(*(values[chosen_P] for values in self))
 
 
-def truth_of(dataset: DetectionSet) -> GroundTruth:
-    """All objects of a set, its images by ascending id.
+def collect_objects(dataset: DetectionSet) -> GroundTruth:
+    """Collects all objects of a set, its images by ascending id.
 
     Those of images that cannot be read are left out.
     """
@@ -84,13 +85,13 @@ def truth_of(dataset: DetectionSet) -> GroundTruth:
     order_N = np.argsort(ids_N, kind="stable")
     records = [dataset.records[index] for index in order_N]
     counts_N = [len(record.labels_M) for record in records]
-    corners_G4 = _joined([record.boxes_M4 for record in records], np.float64, (0, 4))
+    corners_G4 = _concatenate([record.boxes_M4 for record in records], np.float64, (0, 4))
     truth = GroundTruth(
         np.repeat(np.arange(len(records)), counts_N),
-        _joined([record.labels_M for record in records], np.int64, (0,)),
-        _sides(corners_G4),
-        _joined([record.crowd_M for record in records], bool, (0,)),
-        _joined([record.area_M for record in records], np.float64, (0,)),
+        _concatenate([record.labels_M for record in records], np.int64, (0,)),
+        _to_xywh(corners_G4),
+        _concatenate([record.crowd_M for record in records], bool, (0,)),
+        _concatenate([record.area_M for record in records], np.float64, (0,)),
         order_N,
     )
     if not dataset.unreadable:
@@ -100,32 +101,32 @@ def truth_of(dataset: DetectionSet) -> GroundTruth:
     return truth._replace(**{name: getattr(truth, name)[kept_G] for name in names})
 
 
-def found_of(
-    truth: GroundTruth, detections_R7: np.ndarray, most: int = COCO_DETECTIONS
+def select_detections(
+    truth: GroundTruth, detections_R7: np.ndarray, max_detections: int = COCO_DETECTIONS
 ) -> Detections:
-    """The detections that count: finite, the best-scoring of each class and image.
+    """Selects the detections that count: finite, the best-scoring of each class and image.
 
     Args:
         detections_R7: rows (position in dataset.records, class, score, x1, y1, x2, y2).
-        most: of a class in an image.
+        max_detections: of a class in an image.
     """
     rows_R7 = detections_R7[np.isfinite(detections_R7).all(axis=1)].astype(np.float64)
     place_N = np.argsort(truth.order_N)
     image_F, label_F = place_N[rows_R7[:, 0].astype(np.int64)], rows_R7[:, 1].astype(np.int64)
     order_F = np.lexsort((image_F, -rows_R7[:, 2]))
     image_F, label_F, rows_R7 = image_F[order_F], label_F[order_F], rows_R7[order_F]
-    kept_F = _rank_within(image_F, label_F) < most
+    kept_F = _rank_within(image_F, label_F) < max_detections
     return Detections(
-        image_F[kept_F], label_F[kept_F], rows_R7[kept_F, 2], _sides(rows_R7[kept_F, 3:])
+        image_F[kept_F], label_F[kept_F], rows_R7[kept_F, 2], _to_xywh(rows_R7[kept_F, 3:])
     )
 
 
-def _joined(parts: list[np.ndarray], dtype: type, empty: tuple[int, ...]) -> np.ndarray:
+def _concatenate(parts: list[np.ndarray], dtype: type, empty: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([np.zeros(empty, dtype), *parts]).astype(dtype)
 
 
-def _sides(corners_X4: np.ndarray) -> np.ndarray:
-    """Corner and sides, rounded to 1/1000 pixel.
+def _to_xywh(corners_X4: np.ndarray) -> np.ndarray:
+    """Converts corners to corner and sides, rounded to 1/1000 pixel.
 
     Files hold two decimals or fewer, so the rounding gives their values back.  Without it the
     noise of float32 corners decides about IoUs that lie exactly on a threshold: on COCO's own
@@ -136,7 +137,7 @@ def _sides(corners_X4: np.ndarray) -> np.ndarray:
 
 
 def _rank_within(image_F: np.ndarray, label_F: np.ndarray) -> np.ndarray:
-    """Rank of each detection within its class and image."""
+    """Ranks each detection within its class and image."""
     group_F = image_F * (1 + label_F.max(initial=0)) + label_F
     order_F = np.argsort(group_F, kind="stable")
     sorted_F = group_F[order_F]
@@ -146,26 +147,26 @@ def _rank_within(image_F: np.ndarray, label_F: np.ndarray) -> np.ndarray:
     return rank_F
 
 
-def overlaps(truth: GroundTruth, found: Detections) -> Pairs:
-    """Every pair of one image that overlaps by NEAR or more."""
+def overlaps(truth: GroundTruth, detections: Detections) -> Pairs:
+    """Finds every pair in one image that overlaps by NEAR or more."""
     images = len(truth.order_N)
     begin_N = np.searchsorted(truth.image_G, np.arange(images))
     count_N = np.bincount(truth.image_G, minlength=images)
-    begin_F, count_F = begin_N[found.image_F], count_N[found.image_F]
+    begin_F, count_F = begin_N[detections.image_F], count_N[detections.image_F]
     parts = [Pairs(*(np.zeros(0, kind) for kind in (np.int64, np.int64, float, float)))]
     for chunk in _chunks(count_F):
-        found_P = np.repeat(np.arange(chunk.start, chunk.stop), count_F[chunk])
+        detection_P = np.repeat(np.arange(chunk.start, chunk.stop), count_F[chunk])
         ends_F = np.cumsum(count_F[chunk])
-        within_P = np.arange(len(found_P)) - np.repeat(ends_F - count_F[chunk], count_F[chunk])
+        within_P = np.arange(len(detection_P)) - np.repeat(ends_F - count_F[chunk], count_F[chunk])
         object_P = np.repeat(begin_F[chunk], count_F[chunk]) + within_P
-        iou_P, overlap_P = _overlap(truth, found, found_P, object_P)
+        iou_P, overlap_P = _measure_overlap(truth, detections, detection_P, object_P)
         near_P = overlap_P >= NEAR
-        parts.append(Pairs(found_P, object_P, iou_P, overlap_P).of(near_P))
+        parts.append(Pairs(detection_P, object_P, iou_P, overlap_P).of(near_P))
     return Pairs(*(np.concatenate(values) for values in zip(*parts)))
 
 
 def _chunks(count_F: np.ndarray) -> Iterator[slice]:
-    """Successive detections with about _PAIRS_AT_ONCE pairs together."""
+    """Splits the detections into runs with about _PAIRS_AT_ONCE pairs."""
     before_F = np.cumsum(count_F) - count_F
     begin = 0
     while begin < len(count_F):
@@ -174,11 +175,11 @@ def _chunks(count_F: np.ndarray) -> Iterator[slice]:
         begin = max(end, begin + 1)
 
 
-def _overlap(
-    truth: GroundTruth, found: Detections, found_P: np.ndarray, object_P: np.ndarray
+def _measure_overlap(
+    truth: GroundTruth, detections: Detections, detection_P: np.ndarray, object_P: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """iou_P and overlap_P, in the order of operations of pycocotools' bbIou."""
-    x_P, y_P, width_P, height_P = found.box_F4[found_P].T
+    """Computes iou_P and overlap_P, in the order of operations of pycocotools' bbIou."""
+    x_P, y_P, width_P, height_P = detections.box_F4[detection_P].T
     true_x_P, true_y_P, true_width_P, true_height_P = truth.box_G4[object_P].T
     shared_x_P = np.minimum(x_P + width_P, true_x_P + true_width_P) - np.maximum(x_P, true_x_P)
     shared_y_P = np.minimum(y_P + height_P, true_y_P + true_height_P) - np.maximum(y_P, true_y_P)
@@ -186,14 +187,14 @@ def _overlap(
     area_P = width_P * height_P
     union_P = area_P + true_width_P * true_height_P - shared_P
     iou_P = np.divide(shared_P, union_P, out=np.zeros_like(shared_P), where=union_P > 0)
-    on_it_P = np.divide(shared_P, area_P, out=np.zeros_like(shared_P), where=area_P > 0)
-    return iou_P, np.where(truth.crowd_G[object_P], on_it_P, iou_P)
+    on_object_P = np.divide(shared_P, area_P, out=np.zeros_like(shared_P), where=area_P > 0)
+    return iou_P, np.where(truth.crowd_G[object_P], on_object_P, iou_P)
 
 
 def match_as_coco(
-    truth: GroundTruth, found: Detections, pairs: Pairs, threshold: float
+    truth: GroundTruth, detections: Detections, pairs: Pairs, threshold: float
 ) -> np.ndarray:
-    """Object that each detection found, int64 [F].
+    """Finds the object of each detection by COCO's rules, int64 [F].
 
     CROWD: it lies on one; NOBODY: on nothing.
 
@@ -202,42 +203,42 @@ def match_as_coco(
 
     Source: github.com/cocodataset/cocoapi, PythonAPI/pycocotools/cocoeval.py, evaluateImg.
     """
-    same_P = found.label_F[pairs.found_P] == truth.label_G[pairs.object_P]
+    same_P = detections.label_F[pairs.detection_P] == truth.label_G[pairs.object_P]
     pairs = pairs.of(same_P & (pairs.overlap_P >= min(threshold, 1 - 1e-10)))
     # The last of a detection's pairs is its choice: no crowd, most overlap, of equals the last.
     order_P = np.lexsort(
-        (pairs.object_P, pairs.overlap_P, ~truth.crowd_G[pairs.object_P], pairs.found_P)
+        (pairs.object_P, pairs.overlap_P, ~truth.crowd_G[pairs.object_P], pairs.detection_P)
     )
     pairs = pairs.of(order_P)
-    match_F = np.full(len(found.score_F), NOBODY)
+    match_F = np.full(len(detections.score_F), NOBODY)
     taken_G = np.zeros(len(truth.label_G), bool)
-    for turn_P in _turns(found, pairs.found_P):
+    for turn_P in _turns(detections, pairs.detection_P):
         free_P = turn_P[~taken_G[pairs.object_P[turn_P]]]
-        found_P = pairs.found_P[free_P]
-        last_P = np.append(found_P[1:] != found_P[:-1], True)[: len(found_P)]
+        detection_P = pairs.detection_P[free_P]
+        last_P = np.append(detection_P[1:] != detection_P[:-1], True)[: len(detection_P)]
         chosen_P = free_P[last_P]
         object_P = pairs.object_P[chosen_P]
         crowd_P = truth.crowd_G[object_P]
-        match_F[pairs.found_P[chosen_P]] = np.where(crowd_P, CROWD, object_P)
+        match_F[pairs.detection_P[chosen_P]] = np.where(crowd_P, CROWD, object_P)
         taken_G[object_P[~crowd_P]] = True
     return match_F
 
 
-def _turns(found: Detections, found_P: np.ndarray) -> Iterator[np.ndarray]:
-    """Positions in P, turn by turn.
+def _turns(detections: Detections, detection_P: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields positions in P, turn by turn.
 
     In one turn each class of each image has one detection, so no two want the same object.
     """
-    chosen_F = np.unique(found_P)
-    turn_F = np.zeros(len(found.score_F), np.int64)
-    turn_F[chosen_F] = _rank_within(found.image_F[chosen_F], found.label_F[chosen_F])
-    order_P = np.argsort(turn_F[found_P], kind="stable")
-    ends = np.cumsum(np.bincount(turn_F[found_P]))
-    yield from np.split(order_P, ends[:-1]) if len(found_P) else ()
+    chosen_F = np.unique(detection_P)
+    turn_F = np.zeros(len(detections.score_F), np.int64)
+    turn_F[chosen_F] = _rank_within(detections.image_F[chosen_F], detections.label_F[chosen_F])
+    order_P = np.argsort(turn_F[detection_P], kind="stable")
+    ends = np.cumsum(np.bincount(turn_F[detection_P]))
+    yield from np.split(order_P, ends[:-1]) if len(detection_P) else ()
 
 
-def match_as_voc(truth: GroundTruth, found: Detections, pairs: Pairs) -> np.ndarray:
-    """As `match_as_coco`, by the rules of PASCAL VOC at IoU 0.5.
+def match_as_voc(truth: GroundTruth, detections: Detections, pairs: Pairs) -> np.ndarray:
+    """Finds the object of each detection, as `match_as_coco`, by PASCAL VOC's rules at IoU 0.5.
 
     Each detection means the object of its class that it overlaps most, taken or not; the surest of
     those that mean it has found it.  Who means a difficult one (`crowd_G`) counts neither way.
@@ -245,30 +246,30 @@ def match_as_voc(truth: GroundTruth, found: Detections, pairs: Pairs) -> np.ndar
 
     Source: VOCdevkit, VOCcode/VOCevaldet.m.
     """
-    same_P = found.label_F[pairs.found_P] == truth.label_G[pairs.object_P]
+    same_P = detections.label_F[pairs.detection_P] == truth.label_G[pairs.object_P]
     pairs = pairs.of(same_P & (pairs.iou_P > 0))
-    found_F, object_F, iou_F = most_overlapped(pairs, pairs.iou_P)
+    detection_F, object_F, iou_F = most_overlapped(pairs, pairs.iou_P)
     hit_F = iou_F >= 0.5
-    found_F, object_F = found_F[hit_F], object_F[hit_F]
-    match_F = np.full(len(found.score_F), NOBODY)
-    _, first = np.unique(object_F, return_index=True)  # found_F rises: the surest
-    match_F[found_F[first]] = object_F[first]
-    match_F[found_F[truth.crowd_G[object_F]]] = CROWD
+    detection_F, object_F = detection_F[hit_F], object_F[hit_F]
+    match_F = np.full(len(detections.score_F), NOBODY)
+    _, first = np.unique(object_F, return_index=True)  # detection_F rises: the surest
+    match_F[detection_F[first]] = object_F[first]
+    match_F[detection_F[truth.crowd_G[object_F]]] = CROWD
     return match_F
 
 
 def most_overlapped(pairs: Pairs, by_P: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Detections with a pair, and the object each overlaps most.
+    """Finds the detections with a pair, and the object that each overlaps most.
 
     Of equals it is the first object.
     """
-    order_P = np.lexsort((-by_P, pairs.found_P))
-    found_F, first = np.unique(pairs.found_P[order_P], return_index=True)
-    return found_F, pairs.object_P[order_P[first]], by_P[order_P[first]]
+    order_P = np.lexsort((-by_P, pairs.detection_P))
+    detection_F, first = np.unique(pairs.detection_P[order_P], return_index=True)
+    return detection_F, pairs.object_P[order_P[first]], by_P[order_P[first]]
 
 
 class Counts(NamedTuple):
-    """Detections by class and confidence, objects by class.
+    """The number of detections by class and confidence, and of objects by class.
 
     right_CT, wrong_CT: int64, detections of at least CONFIDENCE_T that found an object, and that
     found none.  objects_C: int64.
@@ -280,58 +281,60 @@ class Counts(NamedTuple):
 
     @property
     def precision_CT(self) -> np.ndarray:
-        """NaN where nothing is that sure."""
-        return _part(self.right_CT, self.right_CT + self.wrong_CT)
+        """Returns the precision; NaN where no detection is that sure."""
+        return _divide(self.right_CT, self.right_CT + self.wrong_CT)
 
     @property
     def recall_CT(self) -> np.ndarray:
-        """NaN for a class without objects."""
-        return _part(self.right_CT, np.broadcast_to(self.objects_C[:, None], self.right_CT.shape))
+        """Returns the recall; NaN for a class without objects."""
+        return _divide(self.right_CT, np.broadcast_to(self.objects_C[:, None], self.right_CT.shape))
 
     @property
     def f1_CT(self) -> np.ndarray:
-        """F1 by class and confidence.
+        """Returns F1 by class and confidence.
 
         2 right / (objects + detections); NaN for a class without objects.
         """
         objects_C1 = self.objects_C[:, None]
-        both_CT = np.where(objects_C1 > 0, objects_C1 + self.right_CT + self.wrong_CT, 0)
-        return _part(2 * self.right_CT, both_CT)
+        total_CT = np.where(objects_C1 > 0, objects_C1 + self.right_CT + self.wrong_CT, 0)
+        return _divide(2 * self.right_CT, total_CT)
 
 
-def _part(some: np.ndarray, of_all: np.ndarray) -> np.ndarray:
-    return np.divide(some, of_all, out=np.full(some.shape, np.nan), where=of_all > 0)
+def _divide(part: np.ndarray, whole_X: np.ndarray) -> np.ndarray:
+    return np.divide(part, whole_X, out=np.full(part.shape, np.nan), where=whole_X > 0)
 
 
 def count_by_confidence(
-    truth: GroundTruth, found: Detections, match_F: np.ndarray, classes: int
+    truth: GroundTruth, detections: Detections, match_F: np.ndarray, classes: int
 ) -> Counts:
     """Counts right and wrong detections of each class from each confidence on.
 
     Args:
-        match_F: what `match_as_coco` gave.
+        match_F: result of `match_as_coco`.
     """
     steps = len(CONFIDENCE_T)
-    reached_F = np.searchsorted(CONFIDENCE_T, found.score_F, side="right") - 1
-    place_F = found.label_F * steps + reached_F.clip(0)
+    reached_F = np.searchsorted(CONFIDENCE_T, detections.score_F, side="right") - 1
+    place_F = detections.label_F * steps + reached_F.clip(0)
 
-    def reaching(chosen_F: np.ndarray) -> np.ndarray:
+    def count_reaching(chosen_F: np.ndarray) -> np.ndarray:
         counts = np.bincount(place_F[chosen_F], minlength=classes * steps)
         return counts.reshape(classes, steps)[:, ::-1].cumsum(axis=1)[:, ::-1]
 
     right_F, crowd_F = match_F >= 0, match_F == CROWD
-    return Counts(reaching(right_F), reaching(~right_F & ~crowd_F), objects_of(truth, classes))
+    return Counts(
+        count_reaching(right_F), count_reaching(~right_F & ~crowd_F), count_objects(truth, classes)
+    )
 
 
-def objects_of(truth: GroundTruth, classes: int) -> np.ndarray:
-    """Objects of each class, crowds left out; int64 [C]."""
+def count_objects(truth: GroundTruth, classes: int) -> np.ndarray:
+    """Counts the objects of each class, crowds left out; int64 [C]."""
     return np.bincount(truth.label_G[~truth.crowd_G], minlength=classes)
 
 
 def best_step(counts: Counts) -> int | None:
-    """Position in CONFIDENCE_T of the largest mean F1.
+    """Returns the position in CONFIDENCE_T of the largest mean F1.
 
-    The middle one of several; None: there is no object.
+    Of several equal ones it is the middle; None: there is no object.
     """
     if not counts.objects_C.any():
         return None
@@ -341,7 +344,7 @@ def best_step(counts: Counts) -> int | None:
 
 
 def operating_points(counts: Counts) -> dict[str, float]:
-    """Precision, recall and F1 at the best F1, and at 0.25.
+    """Computes precision, recall and F1 at the best F1, and at confidence 0.25.
 
     Means over classes with objects.
 
@@ -351,46 +354,46 @@ def operating_points(counts: Counts) -> dict[str, float]:
     step = best_step(counts)
     if step is None:
         return dict.fromkeys(OPERATING_POINTS, -1.0)
-    some_C = counts.objects_C > 0
+    measured_C = counts.objects_C > 0
 
     def mean_at(step: int, values_CT: np.ndarray) -> float:
-        mean = float(mean_of_measured(values_CT[some_C, step]))
+        mean = float(mean_of_measured(values_CT[measured_C, step]))
         return mean if np.isfinite(mean) else 0.0
 
-    usual = usual_step()
+    usual_at = usual_step()
     return {
         "precision": mean_at(step, counts.precision_CT),
         "recall": mean_at(step, counts.recall_CT),
         "f1": mean_at(step, counts.f1_CT),
         "best_f1_threshold": float(CONFIDENCE_T[step]),
-        "precision_at_25": mean_at(usual, counts.precision_CT),
-        "recall_at_25": mean_at(usual, counts.recall_CT),
+        "precision_at_25": mean_at(usual_at, counts.precision_CT),
+        "recall_at_25": mean_at(usual_at, counts.recall_CT),
     }
 
 
-# Means at the confidence that is best for all classes, that itself, and means at 0.25.
+# Means at the confidence with the best mean F1, that confidence, and means at 0.25.
 OPERATING_POINTS = (
     "precision", "recall", "f1", "best_f1_threshold", "precision_at_25", "recall_at_25",
 )  # fmt: skip
 
 
 def usual_step() -> int:
-    """Position in CONFIDENCE_T of USUAL_THRESHOLD."""
+    """Returns the position in CONFIDENCE_T of USUAL_THRESHOLD."""
     return int(np.searchsorted(CONFIDENCE_T, USUAL_THRESHOLD))
 
 
 def mean_of_measured(values_CX: np.ndarray) -> np.ndarray:
-    """Mean over classes of what is a number; NaN where nothing is."""
+    """Averages over classes what is a number; NaN where nothing is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy's "Mean of empty slice"
         return np.nanmean(values_CX, axis=0)
 
 
 def right_by_class(label_F: np.ndarray, match_F: np.ndarray, classes: int) -> list[np.ndarray]:
-    """Whether each detection of a class is right.
+    """Splits the detections by class: whether each is right.
 
     Args:
-        label_F, match_F: of detections in the order of `Detections`.
+    label_F, match_F: of detections in the order of `Detections`.
     """
     counted_F = match_F != CROWD
     label_F, match_F = label_F[counted_F], match_F[counted_F]
@@ -400,7 +403,7 @@ def right_by_class(label_F: np.ndarray, match_F: np.ndarray, classes: int) -> li
 
 
 def coco_average_precision(right_F: np.ndarray, objects: int) -> float:
-    """COCO's average precision of a class; NaN without objects."""
+    """Computes COCO's average precision of a class; NaN without objects."""
     if not objects:
         return float("nan")
     envelope_F, recall_F = _best_precision(right_F, objects)
@@ -408,10 +411,10 @@ def coco_average_precision(right_F: np.ndarray, objects: int) -> float:
 
 
 def voc_average_precision(right_F: np.ndarray, objects: int) -> tuple[float, float]:
-    """Average precision by VOC 2007 and by VOC 2010.
+    """Computes average precision by VOC 2007 and by VOC 2010.
 
-    The mean of the best precision at 11 recalls, and the area under the best precision; NaN without
-    objects.
+    These are the mean of the best precision at 11 recalls, and the area under the best precision;
+    NaN without objects.
 
     Source: VOCdevkit, VOCcode/VOCevaldet.m and VOCap.m.
     """
@@ -424,11 +427,11 @@ def voc_average_precision(right_F: np.ndarray, objects: int) -> tuple[float, flo
 
 
 def _best_precision(right_F: np.ndarray, objects: int) -> tuple[np.ndarray, np.ndarray]:
-    """The best precision from each recall of a class on.
+    """Computes the best precision from each recall of a class on.
 
     Args:
         right_F: bool, whether each detection found an object, the surest first.
-    Returns: [F + 1], 0 behind the last; the recalls [F].
+    Returns: precision [F + 1], 0 after the last; the recalls [F].
     """
     hits_F = right_F.cumsum()
     precision_F = hits_F / np.arange(1, len(right_F) + 1)

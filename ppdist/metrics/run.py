@@ -1,7 +1,7 @@
-"""A run's folder, read: its records, configuration, evaluation and log.
+"""Reads a run's folder: its records, configuration, evaluation and log.
 
-Everything in the folder is read as what it may be: written by a stranger, cut short, of another
-version.  Unreadable parts are left out and listed in `Run.problems`; they raise no error.
+A folder may be written by a stranger, cut short, or of another version.  Unreadable parts are left
+out and listed in `Run.problems`; they raise no error.
 """
 
 import csv
@@ -25,23 +25,26 @@ from ppdist.common.records import MetricRecords, read_metrics, step_of
 from ppdist.config.parse import leaves
 from ppdist.config.yaml import Reader
 
-Numbers = dict[str, float]  # of a record of metrics.jsonl: those that are finite
+Numbers = dict[str, float]  # the finite numbers of a record of metrics.jsonl
 
 _NOT_FINITE = "loss or gradient not finite"
-_MOST_BYTES = 1 << 30  # of a file to read: a training writes no larger one
+_MOST_BYTES = 1 << 30  # largest file that is read: a training writes no larger one
 _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (WARNING|ERROR|CRITICAL) (.*)$")
-_SLACK_SECONDS = 120  # lines of train.log so long before the first record belong to its run
+_SLACK_SECONDS = 120  # lines of train.log belong to a run from so long before its first record
 _LOWER_IS_BETTER = ("val_loss",)
-_TELLING = ("mAP", "top1")  # which number of an evaluation is its headline, unless configured
+_HEADLINE_METRICS = (
+    "mAP",
+    "top1",
+)  # the first one recorded is the headline, unless configured
 
 
-# evaluation.json: its parts that are shown, as they must be.
+# Types of the parts of evaluation.json that are shown.
 
 
 class Confusion(BaseModel):
-    """Confusion matrix: rows are true classes, columns predicted ones.
+    """A confusion matrix: rows are true classes, columns predicted ones.
 
-    Of detectors the last is background.
+    The last class of a detector is the background.
     With very many classes only the largest `cells` (row, column, count) and the row sums are
     stored.
     """
@@ -53,7 +56,7 @@ class Confusion(BaseModel):
     confidence: float | None = None
 
     @model_validator(mode="after")
-    def _is_whole(self) -> "Confusion":
+    def _check_shape(self) -> "Confusion":
         if any(len(row) != len(self.counts) for row in self.counts):
             raise ValueError("it is not square")
         if any(not 0 <= at < len(self.true_counts) for cell in self.cells for at in cell[:2]):
@@ -99,8 +102,8 @@ _PARTS: dict[str, TypeAdapter[Any]] = {
 
 
 @dataclass
-class Warned:
-    """A warning of train.log, as often as it came."""
+class LogWarning:
+    """A warning of train.log, with the number of times it came."""
 
     first: str
     text: str
@@ -115,15 +118,15 @@ class Run:
         train: records of steps.
         evaluations: records of evaluations.
         ranks: records of ranks, as they are in the file.
-        derived: what it made of its configuration at start: key -> value as text, and why.
-        findings: code -> where data and configuration did not suit each other, as said at start.
-        starts: the step where a process began: more than one after restarts.
-        rollbacks: (step from, step to, why).
-        bad_images: how many were replaced; 0 where none.
-        finished: why the run ended, as it says itself; "" while it has not.
+        derived: numbers derived from the configuration at start: key -> value as text, and reason.
+        findings: code -> text of a finding about data and configuration at start.
+        starts: the steps where processes began: more than one after restarts.
+        rollbacks: (step from, step to, reason).
+        bad_images: number of images that were replaced.
+        finished: why the run ended, as its last record says; "": it has not ended.
         times: of the first and the last record, in seconds since 1970.
-        config: flat: dotted key -> value as YAML has it.
-        evaluation: content of evaluation.json, without the parts that are none.
+        config: dotted key -> value as in the YAML.
+        evaluation: content of evaluation.json, without the invalid parts.
         problems: what could not be read.
         missing: names of files that are not there.
     """
@@ -144,133 +147,139 @@ class Run:
     config_tree: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] | None = None
-    warnings: list[Warned] = field(default_factory=list)
+    warnings: list[LogWarning] = field(default_factory=list)
     running: bool = False
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
-        """How far it came."""
+        """Returns how many steps were made."""
         last = [records[-1]["step"] for records in (self.train, self.evaluations) if records]
         return int(max(last, default=0))
 
     @property
     def total_steps(self) -> int | None:
-        """How far it was to come; None: it does not say."""
+        """Returns how many steps there were to make; None: it is not recorded."""
         return self.derived_count("steps")
 
     @property
-    def alone_evaluated(self) -> bool:
-        """Whether this is an evaluation of weights, not a training."""
+    def is_evaluation(self) -> bool:
+        """Returns True for an evaluation of weights, without a training."""
         return self.evaluation is not None and not (self.times or self.config or self.warnings)
 
     @property
     def metric(self) -> str:
-        """Name of the metric that ranks its evaluations; "" if none."""
-        have = {key for record in self.measured for key in record}
-        names = [str(self.config.get("evaluate.metric")), *_TELLING]
-        return next((name for name in names if name in have), "")
+        """Returns the name of the metric that ranks its evaluations; "" if there is none."""
+        recorded = {key for record in self.measured for key in record}
+        names = [str(self.config.get("evaluate.metric")), *_HEADLINE_METRICS]
+        return next((name for name in names if name in recorded), "")
 
     @property
     def best(self) -> Numbers | None:
-        """The evaluation of checkpoints/best.
+        """Returns the evaluation of checkpoints/best.
 
-        Where that is not there: the one with the best `metric`, the first of equals.
+        If there is no such checkpoint: the one with the best `metric`, the first of equals.
         """
         name = self.metric
         measured = [record for record in self.measured if name in record]
-        kept = step_of(self.folder / "checkpoints" / "best")
+        best_step = step_of(self.folder / "checkpoints" / "best")
         for record in reversed(measured):
-            if kept is not None and record.get("step") == kept:
+            if best_step is not None and record.get("step") == best_step:
                 return record
         sign = 1 if name in _LOWER_IS_BETTER else -1
         return min(measured, key=lambda record: sign * record[name], default=None)
 
     @property
     def measured(self) -> list[Numbers]:
-        """Its evaluations; where no training tells of any, the one of evaluation.json."""
+        """Returns its evaluations; without any in the records, the one of evaluation.json."""
         if self.evaluations or self.evaluation is None:
             return self.evaluations
         rows = self.evaluation.get("per_class") or ()
         per_class = {f"AP/{row.get('name')}": row.get("AP") for row in rows}
-        return [numbers({**(self.evaluation.get("metrics") or {}), **per_class})]
+        return [finite_numbers({**(self.evaluation.get("metrics") or {}), **per_class})]
 
     @property
     def ended(self) -> bool:
-        """Whether it came to its end, as far as its records say."""
+        """Returns True if it came to its end, as far as its records say."""
         if self.finished:
             return self.finished != "signal"
         return self.total_steps is not None and self.steps >= self.total_steps
 
     def derived_value(self, key: str) -> str | None:
-        """A number derived at start, as text."""
+        """Returns a number derived at start, as text."""
         return self.derived[key][0] if key in self.derived else None
 
     def derived_count(self, key: str) -> int | None:
-        """A whole number derived at start."""
+        """Returns a whole number derived at start."""
         text = self.derived_value(key) or ""
         return int(text) if text.isdecimal() else None
 
     def rank_seconds(self, *keys: str) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of the ranks that the run has now.
+        """Returns the seconds of the ranks that the run has now.
 
-        One that is resumed may have had others before.
+        A resumed run may have had another number of ranks before.
 
         Returns: the steps [R] of the records that hold all keys, and the seconds [R, keys, ranks].
         """
-        found = []
+        seconds_by_step = []
         for record in self.ranks:
-            rows = [record.get(key) for key in keys]
+            values = [record.get(key) for key in keys]
             try:
-                seconds_KW = np.array(rows, np.float64)
+                seconds_KW = np.array(values, np.float64)
             except (ValueError, TypeError, OverflowError):  # ragged, or no numbers
                 continue
             if seconds_KW.ndim == 2 and seconds_KW.size and np.isfinite(seconds_KW).all():
-                found.append((record["step"], seconds_KW))
-        shape = found[-1][1].shape if found else (len(keys), 0)
-        now = [each for each in found if each[1].shape == shape]
-        steps_R = np.array([step for step, _ in now], np.float64)
-        return steps_R, np.array([each for _, each in now]).reshape(len(now), *shape)
+                seconds_by_step.append((record["step"], seconds_KW))
+        shape = seconds_by_step[-1][1].shape if seconds_by_step else (len(keys), 0)
+        current = [record for record in seconds_by_step if record[1].shape == shape]
+        steps_R = np.array([step for step, _ in current], np.float64)
+        return steps_R, np.array([seconds for _, seconds in current]).reshape(len(current), *shape)
 
     def add_records(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the records of its metrics.jsonl."""
-        found = MetricRecords.of(records)
-        self.train = [numbers(record) for record in found.steps]
-        self.evaluations = [numbers(record) for record in found.evaluations]
-        self.ranks, self.finished = found.ranks, found.finished
-        self.starts = [record["step"] for record in found.starts]
-        findings = found.starts[-1].get("findings") if found.starts else None
+        """Adds the records of its metrics.jsonl."""
+        metric_records = MetricRecords.of(records)
+        self.train = [finite_numbers(record) for record in metric_records.steps]
+        self.evaluations = [finite_numbers(record) for record in metric_records.evaluations]
+        self.ranks, self.finished = metric_records.ranks, metric_records.finished
+        self.starts = [record["step"] for record in metric_records.starts]
+        findings = metric_records.starts[-1].get("findings") if metric_records.starts else None
         if isinstance(findings, dict):
             self.findings = {code: f"{text}" for code, text in findings.items()}
-        for key, item in found.starts[-1]["derived"].items() if found.starts else ():
-            if isinstance(item, dict):
-                value = item.get("value")
-                shown = f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
-                self.derived[key] = shown.strip('"'), str(item.get("why", ""))
+        for key, derived in (
+            metric_records.starts[-1]["derived"].items() if metric_records.starts else ()
+        ):
+            if isinstance(derived, dict):
+                value = derived.get("value")
+                value_text = f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
+                self.derived[key] = value_text.strip('"'), str(derived.get("why", ""))
         self.rollbacks = [
             (record["returned_from_step"], record["step"], str(record.get("reason") or _NOT_FINITE))
-            for record in found.rollbacks
+            for record in metric_records.rollbacks
         ]
-        replaced = [numbers(record).get("bad_images", 0) for record in found.bad_images]
+        replaced = [
+            finite_numbers(record).get("bad_images", 0) for record in metric_records.bad_images
+        ]
         self.bad_images = int(max(replaced, default=0))
-        times = [each["time"] for record in records if "time" in (each := numbers(record))]
+        times = [
+            values["time"] for record in records if "time" in (values := finite_numbers(record))
+        ]
         self.times = (min(times), max(times)) if times else None
 
 
-def numbers(record: Mapping[str, Any]) -> Numbers:
-    """What of a record is a finite number.
+def finite_numbers(record: Mapping[str, Any]) -> Numbers:
+    """Returns the values of a record that are finite numbers.
 
     COCO's -1, for an average over nothing, is not a number either.
     """
-    found = {}
+    numbers = {}
     for key, value in record.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
-        nothing = value < 0 and key.startswith(("mAP", "AP", "AR", "VOC"))
-        if abs(value) < 1e300 and math.isfinite(value) and not nothing:
-            found[key] = float(value)
-    return found
+        is_empty_mean = value < 0 and key.startswith(("mAP", "AP", "AR", "VOC"))
+        if abs(value) < 1e300 and math.isfinite(value) and not is_empty_mean:
+            numbers[key] = float(value)
+    return numbers
 
 
 def read_run(folder: Path, names: Collection[str] | None = None) -> Run:
@@ -299,7 +308,10 @@ def read_run(folder: Path, names: Collection[str] | None = None) -> Run:
 
 
 def require_run(folder: Path) -> None:
-    """Raises: UserError: the folder does not exist or holds no run."""
+    """Requires the folder of a run.
+
+    Raises: UserError: the folder does not exist or holds no run.
+    """
     if not folder.is_dir():
         raise UserError(
             "no such folder; expected the output_dir of a run",
@@ -325,9 +337,9 @@ def _read_config(run: Run, path: Path) -> None:
 
 
 def _read_evaluation(run: Run, path: Path) -> None:
-    """Reads evaluation.json, and leaves out parts that are none.
+    """Reads evaluation.json, and leaves out parts that are invalid.
 
-    Another version wrote them, or a stranger.
+    Another version or a stranger may have written them.
     """
     run.evaluation = _json_object(path)
     for name in _PARTS.keys() & run.evaluation.keys():
@@ -339,7 +351,7 @@ def _read_evaluation(run: Run, path: Path) -> None:
         except ValidationError as error:
             del run.evaluation[name]
             first = error.errors()[0]
-            where = ".".join(str(each) for each in (name, *first["loc"]))
+            where = ".".join(str(key) for key in (name, *first["loc"]))
             run.problems.append(f"{path.name}: {where}: {first['msg']}")
 
 
@@ -354,21 +366,21 @@ def _json_object(path: Path) -> dict[str, Any]:
 def _read_log(run: Run, path: Path) -> None:
     """Reads the warnings of this run.
 
-    Lines of an earlier run in the same folder precede them.
+    The log may begin with lines of an earlier run in the same folder.
     """
     began = run.times[0] - _SLACK_SECONDS if run.times else -math.inf
-    every: dict[str, Warned] = {}
-    recent: dict[str, Warned] = {}
+    all_warnings: dict[str, LogWarning] = {}
+    recent_warnings: dict[str, LogWarning] = {}
     with path.open(encoding="utf-8", errors="replace") as file:
-        for found in filter(None, map(_LOG_LINE.match, file)):
+        for match in filter(None, map(_LOG_LINE.match, file)):
             try:
-                seconds = time.mktime(time.strptime(found[1], "%Y-%m-%d %H:%M:%S"))
+                seconds = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S"))
             except (ValueError, OverflowError):
                 seconds = math.inf
-            for warned in [every, recent] if seconds >= began else [every]:
-                warned.setdefault(found[3], Warned(found[1], found[3], 0)).count += 1
-    # None since it began: perhaps written in another time zone.
-    run.warnings = list((recent or every).values())
+            for warnings in [all_warnings, recent_warnings] if seconds >= began else [all_warnings]:
+                warnings.setdefault(match[3], LogWarning(match[1], match[3], 0)).count += 1
+    # No recent warning: perhaps the log was written in another time zone.
+    run.warnings = list((recent_warnings or all_warnings).values())
 
 
 def _read_environment(run: Run, path: Path) -> None:
@@ -388,11 +400,11 @@ _FILES: dict[str, Callable[[Run, Path], None]] = {
 }
 
 
-# Its history: a row an epoch.
+# The history of a run: a row for each epoch.
 
 
 def history(output_dir: Path) -> list[dict[str, Any]]:
-    """Records of each epoch of a run, in order.
+    """Returns the records of each epoch of a run, in order.
 
     Works on running trainings, too.  Keys: `epoch`, `step` (its last), the means of `loss` and its
     parts, `lr`, `images_per_second`, `seconds`; and of an evaluation at its end `mAP`, `val_loss`
@@ -403,7 +415,7 @@ def history(output_dir: Path) -> list[dict[str, Any]]:
     """
     file = output_dir / "metrics.jsonl"
     try:
-        found = MetricRecords.of(read_metrics(file))
+        records = MetricRecords.of(read_metrics(file))
     except OSError as error:
         raise UserError(
             f"no history: {error.strerror}; expected the output_dir of a training",
@@ -411,16 +423,16 @@ def history(output_dir: Path) -> list[dict[str, Any]]:
             where=f"{file}",
         ) from error
     rows: dict[int, dict[str, Any]] = {}
-    for record in found.epochs:
+    for record in records.epochs:
         values = record["epoch_end"]
         if isinstance(values.get("epoch"), int):
-            own = {"epoch": values["epoch"], "step": record["step"], **values}
-            rows.setdefault(values["epoch"], {}).update(own)
-    for record in found.evaluations:
+            epoch_row = {"epoch": values["epoch"], "step": record["step"], **values}
+            rows.setdefault(values["epoch"], {}).update(epoch_row)
+    for record in records.evaluations:
         epoch = max(1, math.floor(record.get("epoch", 1) + 0.5))  # at whose end it was due
         row = rows.setdefault(epoch, {"epoch": epoch, "step": record["step"]})
-        known = {*row, "time"}
-        row.update({key: value for key, value in record.items() if key not in known})
+        row_keys = {*row, "time"}
+        row.update({key: value for key, value in record.items() if key not in row_keys})
     return [rows[epoch] for epoch in sorted(rows)]
 
 

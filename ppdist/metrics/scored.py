@@ -1,11 +1,11 @@
-"""What of a set a score covers: images that are left out of it, and boxes that do not count."""
+"""Describes what a score covers: images that are left out of it, and boxes that do not count."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from ppdist.data.types import DetectionSet
 
-_NAMED = 3  # of images that are left out
+_NAMED = 3  # images left out that a message names
 
 
 def scored_images(dataset: DetectionSet) -> dict[str, Any]:
@@ -24,14 +24,14 @@ def count_duplicates(dataset: DetectionSet) -> int:
 
 
 def left_out_line(evaluation: Mapping[str, Any]) -> str:
-    """How many images a score lacks, and which; "": none.
+    """Describes how many images a score lacks, and which; "": none.
 
     Args: evaluation: content of evaluation.json.
     """
     left_out = evaluation.get("left_out") or []
     if not left_out:
         return ""
-    named = [f"{each['file']}: {each['why']}" for each in left_out[:_NAMED]]
+    named = [f"{image['file']}: {image['why']}" for image in left_out[:_NAMED]]
     if len(left_out) > _NAMED:
         named.append(f"and {len(left_out) - _NAMED} more")
     verb = "is" if len(left_out) == 1 else "are"
@@ -42,5 +42,5 @@ def left_out_line(evaluation: Mapping[str, Any]) -> str:
 
 
 def duplicates_line(count: int) -> str:
-    """Says how many boxes a score does not count because they repeat another."""
+    """Describes how many boxes a score does not count because they repeat another."""
     return f"{count} duplicates of boxes of the same image and class are not scored"

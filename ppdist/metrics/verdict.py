@@ -1,12 +1,12 @@
 """The verdict on a training in plain words: its rules and thresholds.
 
-    level      not evaluated, not learned, partly learned, learned
-    course     over-fitting, fell, still rising, no improvement
-    classes    those far below the others
-    trust      few images, images that could not be read
-    end        why it ended before its last step
+level      not evaluated, not learned, partly learned, learned
+course     over-fitting, fell, still rising, no improvement
+classes    those far below the others
+trust      few images, images that could not be read
+end        why it ended before its last step
 
-The end of a training, its report and `ppdist report` say the same sentences.
+The last lines of a training, its report and `ppdist report` print the same sentences.
 """
 
 import math
@@ -25,19 +25,22 @@ from ppdist.metrics.findings import (
 from ppdist.metrics.run import Run
 from ppdist.metrics.scored import left_out_line
 
-# Of mAP50, or of a classifier's accuracy above chance: below the first nothing is learned, from the
-# second on a model is.  Published detectors of COCO have 0.46 (YOLOv5n) and more.
+# Limits of mAP50, or of a classifier's accuracy above chance: below the first the model has not
+# learned, from the second on it has.  Published detectors of COCO have 0.46 (YOLOv5n) and more.
 _LEARNED_NOTHING, _LEARNED = 0.1, 0.4
-_SMOOTH = 3  # evaluations of which the median counts, where a fall is looked for
-_FALL = 0.03  # of the score, or the next number times its best: more is a fall
+_SMOOTH = 3  # window of the running median used to detect a drop
+_FALL = 0.03  # a larger fall of the score than this, or than the next number times its best, counts
 _FALL_OF_BEST = 0.07
-_LATE = 0.25  # the last part of the evaluations, whose gain says whether more epochs would help
-_GAIN, _GAIN_OF_BEST = 0.01, 0.02  # of the score, and of its best: less is not a rise
-_EARLY = 0.6  # a best before this part of the run was not surpassed for long
-_WEAK = 0.5  # times the mean AP of all classes
-_MOST_WEAK = 3  # classes that are named
-_FEW_IMAGES = 20  # of the validation split
-# Findings before a training that more epochs do not mend.
+_LATE = 0.25  # last part of the evaluations; its gain shows whether more epochs would help
+_GAIN, _GAIN_OF_BEST = (
+    0.01,
+    0.02,
+)  # smallest gain that counts: absolute, and of the best score
+_EARLY = 0.6  # a best score before this part of the run means no improvement for long
+_WEAK = 0.5  # a class below this part of the mean AP is weak
+_MOST_WEAK = 3  # weak classes that a message names
+_FEW_IMAGES = 20  # a validation split below this size scores imprecisely
+# Findings before a training that more epochs cannot mend.
 _NOT_BY_EPOCHS = (DETR_FROM_SCRATCH, TINY_OBJECTS, BEYOND_QUERIES)
 
 
@@ -46,7 +49,7 @@ class _Course(NamedTuple):
 
     metric: str
     records: Sequence[Mapping[str, Any]]
-    kept: Mapping[str, Any] | None = None  # the record of checkpoints/best
+    best_record: Mapping[str, Any] | None = None  # of checkpoints/best
 
     @property
     def values(self) -> list[float]:
@@ -54,13 +57,15 @@ class _Course(NamedTuple):
 
     @property
     def best(self) -> int:
-        """Position of what is kept; else of the best, the first of equals."""
-        if self.kept in self.records:
-            return self.records.index(self.kept)
+        """Returns the position of checkpoints/best; without one that of the best score, the first
+        of equals.
+        """
+        if self.best_record in self.records:
+            return self.records.index(self.best_record)
         return max(range(len(self.records)), key=lambda at: self.values[at])
 
     def epoch(self, at: int) -> str:
-        """`epoch 12`; "": it does not say."""
+        """Returns `epoch 12`; "": it is not recorded."""
         epoch = self.records[at].get("epoch")
         return f"epoch {math.ceil(epoch - 1e-6)}" if _is_number(epoch) else ""
 
@@ -76,16 +81,16 @@ def verdict(
     findings: Mapping[str, str] | None = None,
     best: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
-    """What came of a training, the most important first.
+    """Judges a training; the most important finding is first.
 
     Args:
         evaluations, steps: records of metrics.jsonl, in order; of an evaluation alone its metrics.
         evaluation: content of evaluation.json, or parts of it.
-        fine_tuned: it began with weights that had learned.
-        finished: why it ended, as metrics.jsonl says: total, early_stopping, hours or signal; "":
-            it has not.
+        fine_tuned: it began with trained weights.
+        finished: why it ended, as in metrics.jsonl: total, early_stopping, hours or signal; "":
+            it has not ended.
         run: its folder, for commands to copy.
-        findings: what was known before it began, by code (`Run.findings`).
+        findings: findings before it began, by code (`Run.findings`).
         best: that of `evaluations` whose weights are checkpoints/best; None: by mAP or top1.
     """
     evaluation = evaluation or {}
@@ -93,8 +98,10 @@ def verdict(
     course = _Course(metric, [record for record in evaluations if _measured(record, metric)], best)
     ended = [Finding(f"ended_by_{finished}", _ENDS[finished])] if finished in _ENDS else []
     if not course.records:
-        why = f"not evaluated, so nothing is known about its quality: run `ppdist eval -w {run}`"
-        return [Finding("not_evaluated", why), *ended]
+        message = (
+            f"not evaluated, so nothing is known about its quality: run `ppdist eval -w {run}`"
+        )
+        return [Finding("not_evaluated", message), *ended]
     causes = [
         Finding(code, text) for code, text in (findings or {}).items() if code in _NOT_BY_EPOCHS
     ]
@@ -106,7 +113,7 @@ def verdict(
         *causes,
         *(
             finding
-            for finding in _of_course(course, evaluations, steps)
+            for finding in _judge_course(course, evaluations, steps)
             if not causes or finding.code != "still_rising"
         ),
         *_weak_classes(course, evaluation),
@@ -115,8 +122,8 @@ def verdict(
     ]
 
 
-def verdict_of(run: Run) -> list[Finding]:
-    """The verdict on a run, by its files."""
+def judge_run(run: Run) -> list[Finding]:
+    """Judges a run by its files."""
     return verdict(
         run.measured,
         steps=run.train,
@@ -146,34 +153,34 @@ def _level(
     fine_tuned: bool,
     causes: Sequence[Finding],
 ) -> Finding:
-    """Says how much the model has learned.
+    """Describes how much the model has learned.
 
-    Args: causes: findings that keep it from learning; the caller lists them beside this one.
+    Args: causes: findings that keep it from learning, which the caller lists as well.
     """
     best = course.records[course.best]
     skill = _skill(best, course.metric, evaluation)
     names = ("mAP", "mAP50") if course.metric == "mAP" else ("top1",)
     score = ", ".join(f"{name} {best[name]:.3f}" for name in names if _measured(best, name))
-    at, last = course.epoch(course.best), course.epoch(len(course.records) - 1)
+    best_epoch, last_epoch = course.epoch(course.best), course.epoch(len(course.records) - 1)
     if skill < _LEARNED_NOTHING:
-        epochs = last.removeprefix("epoch ")
-        after = f" after {epochs} {_plural(int(epochs), 'epochs')}" if last else ""
-        todo = "train longer, or start from pretrained weights (--weights)"
+        epochs = last_epoch.removeprefix("epoch ")
+        after = f" after {epochs} {_plural(int(epochs), 'epochs')}" if last_epoch else ""
+        advice = "train longer, or start from pretrained weights (--weights)"
         if fine_tuned:
-            told = len(course.records) >= FEWEST and not _gain(course)
-            look = "check the labels (`ppdist data show`) and try another optimizer.lr"
-            todo = look if told else "train longer"
+            is_flat = len(course.records) >= FEWEST and not _gain(course)
+            label_advice = "check the labels (`ppdist data show`) and try another optimizer.lr"
+            advice = label_advice if is_flat else "train longer"
         if causes:
-            todo = "more epochs are not the remedy"
-        return Finding("not_learned", f"not learned yet: {score}{after}; {todo}")
-    where = f" ({at})" if at else ""
+            advice = "more epochs are not the remedy"
+        return Finding("not_learned", f"not learned yet: {score}{after}; {advice}")
+    location = f" ({best_epoch})" if best_epoch else ""
     if skill < _LEARNED:
-        return Finding("partly_learned", f"partly learned: {score}{where}")
-    return Finding("learned", f"learned: {score}{where}")
+        return Finding("partly_learned", f"partly learned: {score}{location}")
+    return Finding("learned", f"learned: {score}{location}")
 
 
 def _skill(best: Mapping[str, Any], metric: str, evaluation: Mapping[str, Any]) -> float:
-    """0: nothing is learned; 1: everything."""
+    """Returns the skill of a model, from 0 (nothing is learned) to 1 (everything)."""
     if metric == "mAP":
         return float(best["mAP50"] if _measured(best, "mAP50") else best["mAP"])
     classes = len(evaluation.get("per_class") or ())
@@ -184,24 +191,25 @@ def _skill(best: Mapping[str, Any], metric: str, evaluation: Mapping[str, Any]) 
 # Course.
 
 
-def _of_course(
+def _judge_course(
     course: _Course, evaluations: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> Iterator[Finding]:
-    """At most one of over-fitting, fell, rising and steady."""
+    """Yields at most one of over-fitting, fell, rising and steady."""
     pairs = loss_pairs(evaluations, steps)
-    found = over_fitting([(train, val) for train, val, _ in pairs])
+    over_fit = over_fitting([(train, val) for train, val, _ in pairs])
     values, name = course.values, course.metric
-    score, at = f"{name} {values[course.best]:.3f}", course.epoch(course.best)
-    if found is not None:
-        epoch = pairs[found.lowest][2]
+    score, best_epoch = f"{name} {values[course.best]:.3f}", course.epoch(course.best)
+    if over_fit is not None:
+        epoch = pairs[over_fit.lowest][2]
         yield Finding(
             "over_fitting",
             f"over-fitting from epoch {epoch} on: the validation loss rises from "
-            f"{found.val_then:.3g} to {found.val_now:.3g} while the training loss falls; best: "
-            f"{score} ({at}); use more images, stronger data.augment or a smaller model",
+            f"{over_fit.val_then:.3g} to {over_fit.val_now:.3g} while the training loss falls; "
+            f"best: {score} ({best_epoch}); use more images, stronger data.augment or a smaller "
+            "model",
         )
-    elif (fall := _fall(values)) is not None:
-        text = f"{score} in {at} fell to {fall:.3f} by the end; use checkpoints/best"
+    elif (fall := _final_after_fall(values)) is not None:
+        text = f"{score} in {best_epoch} fell to {fall:.3f} by the end; use checkpoints/best"
         yield Finding("fell", text)
     elif (gain := _gain(course)) > 0:
         yield Finding(
@@ -213,41 +221,41 @@ def _of_course(
         yield Finding("steady", f"{since}: {name} {values[-1]:.3f} at the end")
 
 
-def _fall(values: Sequence[float]) -> float | None:
-    """The score at the end, if it has fallen."""
+def _final_after_fall(values: Sequence[float]) -> float | None:
+    """Returns the score at the end, if it has fallen."""
     if len(values) < FEWEST:
         return None
     smooth = [median(values[at : at + _SMOOTH]) for at in range(len(values) - _SMOOTH + 1)]
-    far = max(_FALL, _FALL_OF_BEST * max(smooth))
-    return smooth[-1] if max(smooth) - smooth[-1] > far else None
+    tolerance = max(_FALL, _FALL_OF_BEST * max(smooth))
+    return smooth[-1] if max(smooth) - smooth[-1] > tolerance else None
 
 
 def _gain(course: _Course) -> float:
-    """Gain of the last part of the evaluations."""
+    """Returns the gain of the last part of the evaluations."""
     values = course.values
-    late = max(1, round(_LATE * len(values)))
-    if len(values) <= late:
+    late_count = max(1, round(_LATE * len(values)))
+    if len(values) <= late_count:
         return 0.0
-    gain = max(values[-late:]) - max(values[:-late])
+    gain = max(values[-late_count:]) - max(values[:-late_count])
     return gain if gain >= max(_GAIN, _GAIN_OF_BEST * max(values)) else 0.0
 
 
 def loss_pairs(
     evaluations: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> list[tuple[float, float, int]]:
-    """(training loss, validation loss, epoch) of each evaluation that has both."""
-    pairs, before = [], -math.inf
-    steps = [each for each in steps if _is_number(each.get("step"))]  # a file may be torn
-    for record in (each for each in evaluations if _is_number(each.get("step"))):
+    """Pairs (training loss, validation loss, epoch) of each evaluation that has both losses."""
+    pairs, last_step = [], -math.inf
+    steps = [step for step in steps if _is_number(step.get("step"))]  # a file may be torn
+    for record in (entry for entry in evaluations if _is_number(entry.get("step"))):
         losses = [
-            each["loss"]
-            for each in steps
-            if before < each["step"] <= record["step"] and _is_number(each.get("loss"))
+            step["loss"]
+            for step in steps
+            if last_step < step["step"] <= record["step"] and _is_number(step.get("loss"))
         ]
         if losses and _is_number(record.get("val_loss")):
             epoch = math.ceil(record.get("epoch", 0) - 1e-6)
             pairs.append((sum(losses) / len(losses), record["val_loss"], epoch))
-            before = record["step"]
+            last_step = record["step"]
     return pairs
 
 
@@ -268,9 +276,9 @@ def _weak_classes(course: _Course, evaluation: Mapping[str, Any]) -> Iterator[Fi
         f"{_plural(row.get(count), count)})"
         for row in weak[:_MOST_WEAK]
     )
-    more = f" and {len(weak) - _MOST_WEAK} more" if len(weak) > _MOST_WEAK else ""
-    what = "a weak class" if len(weak) == 1 else "weak classes"
-    yield Finding("weak_classes", f"{what}: {named}{more}; the mean is {mean:.2f}")
+    remainder = f" and {len(weak) - _MOST_WEAK} more" if len(weak) > _MOST_WEAK else ""
+    heading = "a weak class" if len(weak) == 1 else "weak classes"
+    yield Finding("weak_classes", f"{heading}: {named}{remainder}; the mean is {mean:.2f}")
 
 
 def _plural(count: object, noun: str) -> str:

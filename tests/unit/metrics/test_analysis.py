@@ -162,6 +162,6 @@ def test_class_table_has_all_classes_and_each_within_80_columns():
 def test_class_table_of_many_classes_shows_the_weakest():
     content = analysed(*random_case(3))
     weakest = min(content["per_class"][:2], key=lambda row: row["AP"])
-    lines = class_table(content, most=1).splitlines()
+    lines = class_table(content, max_classes=1).splitlines()
     assert lines[3].split()[0] == weakest["name"] and lines[4].startswith("2 more classes")
-    assert class_table(content, most=2).splitlines()[5].startswith("1 more class not")
+    assert class_table(content, max_classes=2).splitlines()[5].startswith("1 more class not")

@@ -4,15 +4,22 @@ import numpy as np
 import pytest
 
 from ppdist.metrics.analysis import (
-    MOST_WHOLE,
+    MAX_MATRIX_ROWS,
     Kind,
-    confused,
+    classify_errors,
+    compute_gains,
+    confusion_pairs,
     confusion_table,
     count_kinds,
-    gains,
-    kinds_of,
 )
-from ppdist.metrics.matching import CROWD, NOBODY, found_of, match_as_coco, overlaps, truth_of
+from ppdist.metrics.matching import (
+    CROWD,
+    NOBODY,
+    collect_objects,
+    match_as_coco,
+    overlaps,
+    select_detections,
+)
 from tests.unit.metrics.cases import detection_set, odd_case, random_case, record
 
 BOX = [100, 100, 200, 200]
@@ -23,27 +30,29 @@ SHIFTED = [160, 100, 260, 200]  # by 0.25
 class Case:
     def __init__(self, dataset, rows_R7, classes=3):
         self.classes = classes
-        self.truth = truth_of(dataset)
-        self.found = found_of(self.truth, rows_R7)
+        self.truth = collect_objects(dataset)
+        self.found = select_detections(self.truth, rows_R7)
         self.pairs = overlaps(self.truth, self.found)
         self.match_F = match_as_coco(self.truth, self.found, self.pairs, 0.5)
-        self.kind_F, self.about_F = kinds_of(self.truth, self.found, self.pairs, self.match_F)
+        self.kind_F, self.about_F = classify_errors(
+            self.truth, self.found, self.pairs, self.match_F
+        )
         self.all_F = np.ones(len(self.match_F), bool)
 
     def kinds(self) -> list[str]:
         return [Kind(int(kind)).name for kind in self.kind_F]
 
-    def counts(self, sure_F=None) -> dict[str, int]:
-        sure_F = self.all_F if sure_F is None else sure_F
-        return count_kinds(self.truth, self.kind_F, self.about_F, sure_F)
+    def counts(self, confident_F=None) -> dict[str, int]:
+        confident_F = self.all_F if confident_F is None else confident_F
+        return count_kinds(self.truth, self.kind_F, self.about_F, confident_F)
 
-    def gains(self) -> dict[str, float]:
-        return gains(self.truth, self.found, self.kind_F, self.about_F, self.classes)
+    def compute_gains(self) -> dict[str, float]:
+        return compute_gains(self.truth, self.found, self.kind_F, self.about_F, self.classes)
 
-    def confusion(self, sure_F=None) -> np.ndarray:
-        sure_F = self.all_F if sure_F is None else sure_F
-        case = (self.truth, self.found, self.kind_F, self.about_F, sure_F, self.classes)
-        return np.array(confusion_table(*confused(*case), self.classes + 1)["counts"])
+    def confusion(self, confident_F=None) -> np.ndarray:
+        confident_F = self.all_F if confident_F is None else confident_F
+        case = (self.truth, self.found, self.kind_F, self.about_F, confident_F, self.classes)
+        return np.array(confusion_table(*confusion_pairs(*case), self.classes + 1)["counts"])
 
 
 def test_each_kind_of_mistake_is_called_by_its_name():
@@ -119,20 +128,20 @@ def test_error_type_gains_match_worked_example():
         "background": low * 1 / 101 - before,
         "missed": (34 * (1 / 2)) / 101 - before,  # three objects: recall 1/3 is reached
     }
-    assert case.gains() == pytest.approx(want, abs=1e-12)
+    assert case.compute_gains() == pytest.approx(want, abs=1e-12)
 
 
 def test_only_surest_error_on_an_object_is_fixed():
     dataset = detection_set(record(1, [BOX], [0]))
     rows = np.array([[0, 0, 0.9, *SHIFTED], [0, 0, 0.8, *SHIFTED], [0, 1, 0.7, *BOX]])
-    gained = Case(dataset, rows).gains()
+    gained = Case(dataset, rows).compute_gains()
     assert gained["localisation"] == pytest.approx(1.0), "the second is left out"
     assert gained["class"] == 0.0, "its object could be had by a surer detection"
 
 
 def test_errors_without_objects_have_no_gain():
     case = Case(detection_set(record(1, [], [])), np.array([[0, 0, 0.9, *BOX]]))
-    assert set(case.gains().values()) == {None}
+    assert set(case.compute_gains().values()) == {None}
     assert case.counts()["background"] == 1 and case.counts()["missed"] == 0
 
 
@@ -159,8 +168,8 @@ def test_many_class_confusion_keeps_largest_cells():
     true_K, called_K = rng.integers(0, 30, (2, 5000))
     whole = np.array(confusion_table(true_K, called_K, 30)["counts"])
     assert whole.sum() == 5000 and whole.shape == (30, 30)
-    large = confusion_table(true_K, called_K, MOST_WHOLE + 1)
-    assert len(large["true_counts"]) == MOST_WHOLE + 1 and sum(large["true_counts"]) == 5000
+    large = confusion_table(true_K, called_K, MAX_MATRIX_ROWS + 1)
+    assert len(large["true_counts"]) == MAX_MATRIX_ROWS + 1 and sum(large["true_counts"]) == 5000
     assert large["true_counts"][:30] == whole.sum(1).tolist()
     assert {(row, column): count for row, column, count in large["cells"]} == {
         (row, column): whole[row, column] for row, column in zip(*np.nonzero(whole))
@@ -175,13 +184,13 @@ def test_many_class_confusion_keeps_largest_cells():
 @pytest.mark.parametrize("seed", range(8))
 def test_confusion_agrees_with_error_types_objects_and_detections(seed):
     case = Case(*random_case(seed))
-    sure_F = case.found.score_F >= 0.4
-    counts, errors = case.confusion(sure_F), case.counts(sure_F)
+    confident_F = case.found.score_F >= 0.4
+    counts, errors = case.confusion(confident_F), case.counts(confident_F)
     assert np.trace(counts) == errors["correct"]
     assert counts[:3, :3].sum() - np.trace(counts) == errors["class"]
     nothing = errors["localisation"] + errors["duplicate"] + errors["background"]
     assert counts[3].sum() == nothing
-    counted_F = sure_F & (case.match_F != CROWD)
+    counted_F = confident_F & (case.match_F != CROWD)
     objects = np.bincount(case.truth.label_G[~case.truth.crowd_G], minlength=3)
     assert (counts.sum(axis=1)[:3] >= objects).all(), "an object may be called several things"
     found = np.bincount(case.found.label_F[counted_F], minlength=3)

@@ -21,7 +21,7 @@ from ppdist.metrics.coco import (
     metric_names,
     write_detections,
 )
-from ppdist.metrics.matching import OPERATING_POINTS, found_of, truth_of
+from ppdist.metrics.matching import OPERATING_POINTS, collect_objects, select_detections
 from tests.unit.metrics.cases import NAMES, detection_set, odd_case, random_case, record
 
 
@@ -141,15 +141,15 @@ def test_detections_up_to_the_limit_count(most, expected):
     recalls = [result[name] for name in ("AR1", "AR10", "AR100")]
     assert recalls == pytest.approx([0.0025, 0.025, 0.25])
     assert result["AR_small"] == pytest.approx(most / 400)
-    content = analyse(dataset, rows_R7, most=most)
+    content = analyse(dataset, rows_R7, max_detections=most)
     assert content["metrics"]["mAP"] == result["mAP"]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_both_engines_agree_on_odd_sets(seed):
     dataset, rows_R7, classes = odd_case(seed)
-    truth, most = truth_of(dataset), 100 if seed % 4 else 150
-    found = found_of(truth, rows_R7, most)
+    truth, most = collect_objects(dataset), 100 if seed % 4 else 150
+    found = select_detections(truth, rows_R7, most)
     ours, theirs = (
         compute(truth, found, classes, most) for compute in (by_hotcoco, by_pycocotools)
     )

@@ -9,15 +9,15 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from ppdist.metrics import matching
-from ppdist.metrics.coco import dictionaries
+from ppdist.metrics.coco import make_datasets
 from ppdist.metrics.matching import (
     CROWD,
     NOBODY,
-    found_of,
+    collect_objects,
     match_as_coco,
     match_as_voc,
     overlaps,
-    truth_of,
+    select_detections,
 )
 from tests.unit.metrics.cases import detection_set, odd_case, random_case, record
 
@@ -26,7 +26,7 @@ EVERYWHERE = [0, 1e10]
 
 def matches_of_pycocotools(truth, found, classes) -> np.ndarray:
     with contextlib.redirect_stdout(io.StringIO()):
-        evaluation = COCOeval(*dictionaries(COCO, truth, found, classes), "bbox")
+        evaluation = COCOeval(*make_datasets(COCO, truth, found, classes), "bbox")
         evaluation.evaluate()
     match_F = np.full(len(found.score_F), NOBODY)
     for image in evaluation.evalImgs:
@@ -41,8 +41,8 @@ def matches_of_pycocotools(truth, found, classes) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(40))
 def test_detections_match_as_in_pycocotools(seed):
     dataset, rows_R7, classes = odd_case(seed)
-    truth = truth_of(dataset)
-    found = found_of(truth, rows_R7)
+    truth = collect_objects(dataset)
+    found = select_detections(truth, rows_R7)
     ours = match_as_coco(truth, found, overlaps(truth, found), 0.5)
     assert ours.tolist() == matches_of_pycocotools(truth, found, classes).tolist()
 
@@ -52,7 +52,7 @@ def test_only_100_surest_per_class_and_image_count():
     rows = np.zeros((330, 7))
     rows[:150, :3] = [[0, 0, score] for score in np.linspace(0, 1, 150)]
     rows[150:300, :2], rows[300:, :2] = [1, 0], [0, 1]
-    found = found_of(truth_of(dataset), rows)
+    found = select_detections(collect_objects(dataset), rows)
     groups, counts = np.unique(np.stack([found.image_F, found.label_F]), axis=1, return_counts=True)
     assert dict(zip(zip(*groups.tolist()), counts.tolist())) == {
         (0, 0): 100, (0, 1): 30, (1, 0): 100,
@@ -62,13 +62,13 @@ def test_only_100_surest_per_class_and_image_count():
 
 def test_pairs_are_the_same_in_many_chunks_as_in_one(monkeypatch):
     dataset, rows_R7 = random_case(3, images=6)
-    truth = truth_of(dataset)
-    found = found_of(truth, rows_R7)
+    truth = collect_objects(dataset)
+    found = select_detections(truth, rows_R7)
     at_once = overlaps(truth, found)
     monkeypatch.setattr(matching, "_PAIRS_AT_ONCE", 7)
     for ours, want in zip(overlaps(truth, found), at_once):
         assert np.array_equal(ours, want)
-    assert len(at_once.found_P) > 100
+    assert len(at_once.detection_P) > 100
 
 
 def by_voc_devkit(truth, found) -> np.ndarray:
@@ -98,8 +98,8 @@ def by_voc_devkit(truth, found) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(20))
 def test_voc_matching_equals_plain_loop(seed):
     dataset, rows_R7, _ = odd_case(seed)
-    truth = truth_of(dataset)
-    found = found_of(truth, rows_R7)
+    truth = collect_objects(dataset)
+    found = select_detections(truth, rows_R7)
     ours = match_as_voc(truth, found, overlaps(truth, found))
     assert ours.tolist() == by_voc_devkit(truth, found).tolist()
 
@@ -108,8 +108,10 @@ def test_voc_and_coco_differ_when_best_object_taken():
     # Both detections overlap the first object most; COCO gives the second one the other object.
     boxes = [[0, 0, 100, 100], [0, 0, 100, 60]]
     dataset = detection_set(record(1, boxes, [0, 0]))
-    truth = truth_of(dataset)
-    found = found_of(truth, np.array([[0, 0, 0.9, 0, 0, 100, 99], [0, 0, 0.8, 0, 0, 100, 90]]))
+    truth = collect_objects(dataset)
+    found = select_detections(
+        truth, np.array([[0, 0, 0.9, 0, 0, 100, 99], [0, 0, 0.8, 0, 0, 100, 90]])
+    )
     pairs = overlaps(truth, found)
     assert match_as_coco(truth, found, pairs, 0.5).tolist() == [0, 1]
     assert match_as_voc(truth, found, pairs).tolist() == [0, NOBODY]

@@ -9,22 +9,22 @@ from ppdist.metrics.matching import (
     NOBODY,
     best_step,
     coco_average_precision,
+    collect_objects,
     count_by_confidence,
-    found_of,
+    count_objects,
     match_as_coco,
-    objects_of,
     operating_points,
     overlaps,
     right_by_class,
-    truth_of,
+    select_detections,
     voc_average_precision,
 )
 from tests.unit.metrics.cases import detection_set, odd_case, random_case, record
 
 
 def matched(dataset, rows_R7):
-    truth = truth_of(dataset)
-    found = found_of(truth, rows_R7)
+    truth = collect_objects(dataset)
+    found = select_detections(truth, rows_R7)
     return truth, found, match_as_coco(truth, found, overlaps(truth, found), 0.5)
 
 
@@ -79,7 +79,7 @@ def test_ap_from_matches_equals_coco_ap50(seed):
     truth, found, match_F = matched(dataset, rows_R7)
     rights = right_by_class(found.label_F, match_F, 3)
     arrays = coco_arrays(truth, found, 3)
-    for label, objects in enumerate(objects_of(truth, 3)[:2]):
+    for label, objects in enumerate(count_objects(truth, 3)[:2]):
         ours = coco_average_precision(rights[label], int(objects))
         assert ours == pytest.approx(arrays.of_class(label)["AP50"], abs=1e-9)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ppdist.metrics.run import Run, read_run
-from ppdist.report.content import scores_of, show, slow_ranks, status_of
+from ppdist.report.content import describe_status, make_scores, show, slow_ranks
 from tests.unit.report.folders import make_run
 
 
@@ -21,7 +21,7 @@ def test_a_continued_and_killed_run_is_not_finished(ending: str, tmp_path: Path)
     ]
     text += "".join(json.dumps(record) + "\n" for record in records)
     (run / "metrics.jsonl").write_text(text, encoding="utf-8")
-    state, why = status_of(read_run(run))
+    state, why = describe_status(read_run(run))
     assert state == "not finished" and "step 240 of 1000" in why
 
 
@@ -37,7 +37,7 @@ def test_the_best_is_none_that_was_taken_back(tmp_path: Path) -> None:
         file.writelines(json.dumps(record) + "\n" for record in records)
     found = read_run(run)
     assert found.best and found.best["step"] == 160
-    assert reason in list(show(found).happened)[-1]
+    assert reason in list(show(found).events)[-1]
 
 
 def test_records_without_epochs_have_a_page(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_mistakes_of_many_classes_are_named(tmp_path: Path) -> None:
     (run / "evaluation.json").write_text(json.dumps(content), encoding="utf-8")
     found = read_run(run)
     assert found.problems == [] and found.evaluation
-    confused = scores_of(found.evaluation).confused
+    confused = make_scores(found.evaluation).confused
     assert confused and confused.rows == [
         ["class 7", "background", 10, 0.08], ["background", "class 9", 4, 0.1],
     ]  # fmt: skip

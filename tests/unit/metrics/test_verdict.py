@@ -6,7 +6,7 @@ import pytest
 
 from ppdist.metrics.findings import over_fitting
 from ppdist.metrics.run import read_run
-from ppdist.metrics.verdict import verdict, verdict_of
+from ppdist.metrics.verdict import judge_run, verdict
 
 
 def run(scores, *, mAP50=1.6, val_losses=None):
@@ -165,7 +165,7 @@ def test_verdict_reads_the_files_of_a_run(tmp_path):
     text = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "metrics.jsonl").write_text(text)
     (tmp_path / "evaluation.json").write_text(json.dumps(per_class(cat=(0.7, 9), king=(0.1, 2))))
-    found = verdict_of(read_run(tmp_path))
+    found = judge_run(read_run(tmp_path))
     codes = ["learned", "still_rising", "weak_classes", "ended_by_hours"]
     assert [finding.code for finding in found] == codes
     assert found[-1].text.startswith("train.hours")
@@ -179,7 +179,7 @@ def test_verdict_names_the_evaluation_of_the_best_checkpoint(tmp_path):
     text = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "metrics.jsonl").write_text(text)
     (tmp_path / "config.yml").write_text("evaluate: {metric: fitness}\n")
-    assert verdict_of(read_run(tmp_path))[0].text.endswith("(epoch 2)")
+    assert judge_run(read_run(tmp_path))[0].text.endswith("(epoch 2)")
     (tmp_path / "checkpoints" / "step-00000030").mkdir(parents=True)
     (tmp_path / "checkpoints" / "best").symlink_to("step-00000030")  # what the trainer kept
-    assert verdict_of(read_run(tmp_path))[0].text.endswith("(epoch 3)")
+    assert judge_run(read_run(tmp_path))[0].text.endswith("(epoch 3)")
