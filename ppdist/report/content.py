@@ -1,4 +1,4 @@
-"""What the page shows of an evaluation, and of a run."""
+"""The content of the page about an evaluation and a run."""
 
 import json
 import statistics
@@ -16,10 +16,10 @@ from ppdist.config.parse import leaves
 from ppdist.metrics.analysis import CLASS_HEADINGS
 from ppdist.metrics.findings import Finding
 from ppdist.metrics.run import Numbers, Run
-from ppdist.metrics.verdict import verdict_of
+from ppdist.metrics.verdict import judge_run
 from ppdist.runtime.predictor import USUAL_THRESHOLD
 
-# An evaluation.
+# The content about an evaluation.
 
 _MOST_PAIRS = 15
 _SIZES = {  # keys of `metrics` -> which objects, and their area
@@ -40,9 +40,9 @@ _ERRORS = {
 
 @dataclass(frozen=True)
 class Table:
-    """Columns, and rows of cells; the first column names a row.
+    """A table of columns and rows; the first column names a row.
 
-    A cell is text or a number, None where there is nothing; `bars` is the column whose shares are
+    A cell is text or a number, None where there is nothing; `bars` is the column whose numbers are
     drawn as bars, too, as parts of `full`.
     """
 
@@ -54,7 +54,7 @@ class Table:
 
 @dataclass
 class Scores:
-    """What the page shows of an evaluation; None or empty if absent."""
+    """The tables about an evaluation; None where there is nothing to show."""
 
     sizes: Table | None
     metrics: Table | None
@@ -63,12 +63,12 @@ class Scores:
     errors: Table | None
 
 
-def scores_of(found: Mapping[str, Any]) -> Scores:
-    """Works out what is shown of an evaluation.
+def make_scores(evaluation: Mapping[str, Any]) -> Scores:
+    """Makes the tables about an evaluation.
 
-    Args: found: as `Run.evaluation`.
+    Args: evaluation: as `Run.evaluation`.
     """
-    metrics = {name: share(value) for name, value in (found.get("metrics") or {}).items()}
+    metrics = {name: share(value) for name, value in (evaluation.get("metrics") or {}).items()}
     values = [[*about, *map(metrics.get, keys)] for keys, about in _SIZES.items()]
     sizes = [row for row in values if row[2:] != [None, None]]
     return Scores(
@@ -76,18 +76,18 @@ def scores_of(found: Mapping[str, Any]) -> Scores:
         metrics=Table(["metric", "value"], [list(row) for row in metrics.items()])
         if metrics
         else None,
-        classes=_classes(found.get("per_class") or ()),
-        confused=_confused(found),
-        errors=_errors(found.get("errors")),
+        classes=_class_table(evaluation.get("per_class") or ()),
+        confused=_confusion_table(evaluation),
+        errors=_error_table(evaluation.get("errors")),
     )
 
 
 def share(value: float | None) -> float | None:
-    """COCO says -1 where there is nothing to measure."""
+    """Returns None for COCO's -1, which means nothing to measure."""
     return None if value is None or value < 0 else float(value)
 
 
-def _classes(per_class: Sequence[Mapping[str, Any]]) -> Table | None:
+def _class_table(per_class: Sequence[Mapping[str, Any]]) -> Table | None:
     keys = [key for key in CLASS_HEADINGS if any(row.get(key) for row in per_class)]
     bars = next((1 + place for place, key in enumerate(keys) if key in ("AP", "top1")), None)
     rows = [[row.get("name"), *(_cell(row.get(key)) for key in keys)] for row in per_class]
@@ -98,55 +98,59 @@ def _cell(value: object) -> object:
     return share(value) if isinstance(value, float) else value
 
 
-def _confused(evaluation: Mapping[str, Any]) -> Table | None:
-    """The pairs of classes that are confused most often."""
-    found = evaluation.get("confusion") or {}
-    counts, of_true, cells = (found.get(key) or [] for key in ("counts", "true_counts", "cells"))
+def _confusion_table(evaluation: Mapping[str, Any]) -> Table | None:
+    """Lists the pairs of classes that are confused most often."""
+    confusion = evaluation.get("confusion") or {}
+    counts, true_counts, cells = (
+        confusion.get(key) or [] for key in ("counts", "true_counts", "cells")
+    )
     if counts:
-        of_true = [sum(row) for row in counts]
+        true_counts = [sum(row) for row in counts]
         cells = [
-            (true, at, times) for true, row in enumerate(counts) for at, times in enumerate(row)
+            (true, called, times)
+            for true, row in enumerate(counts)
+            for called, times in enumerate(row)
         ]
     rows = evaluation.get("per_class") or ()
-    of_true = [row.get("objects") or sums for row, sums in zip(rows, of_true)] + of_true[
-        len(rows) :
-    ]
+    true_counts = [
+        row.get("objects") or sums for row, sums in zip(rows, true_counts)
+    ] + true_counts[len(rows) :]
     labels = [*(evaluation.get("class_names") or [row.get("name") for row in rows])]
-    if len(of_true) == len(labels) + 1:
+    if len(true_counts) == len(labels) + 1:
         labels.append("background")
-    labels += [f"#{label}" for label in range(len(labels), len(of_true))]
-    wrong = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])
+    labels += [f"#{label}" for label in range(len(labels), len(true_counts))]
+    mistakes = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])
     pairs = [
-        [labels[true], labels[predicted], times, times / max(1, of_true[true])]
-        for true, predicted, times in wrong[:_MOST_PAIRS]
+        [labels[true], labels[predicted], times, times / max(1, true_counts[true])]
+        for true, predicted, times in mistakes[:_MOST_PAIRS]
         if times > 0
     ]
     return Table(["true", "predicted", "times", "of the true"], pairs) if pairs else None
 
 
-def _errors(found: Mapping[str, Any] | None) -> Table | None:
-    if not found or not found["counts"]:
+def _error_table(errors: Mapping[str, Any] | None) -> Table | None:
+    if not errors or not errors["counts"]:
         return None
-    gains = {name: share(gain) for name, gain in found["AP50_gain"].items()}
+    gains = {name: share(gain) for name, gain in errors["AP50_gain"].items()}
     rows = [
         [name, _ERRORS.get(name, ""), count, gains.get(name)]
-        for name, count in found["counts"].items()
+        for name, count in errors["counts"].items()
     ]
     full = max((gain for gain in gains.values() if gain is not None), default=0.0)
     columns = ["what", "meaning", "times", "AP50 gained without"]
     return Table(columns, rows, bars=3, full=full or 1.0)
 
 
-# A run.
+# The content about a run.
 
 _PLACES = (("step", ".0f"), ("epoch", ".1f"))
-_SLOW = 1.1  # times the median
-_MOST_RANKS = 8  # that are named
+_SLOW = 1.1  # a rank above this multiple of the median is slow
+_MOST_RANKS = 8  # slow ranks that are named
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A headline number."""
+    """A headline number of the page."""
 
     name: str
     value: str
@@ -155,7 +159,7 @@ class Tile:
 
 @dataclass
 class Page:
-    """The page of a run; what is empty is not shown."""
+    """The content of a run's page; what is empty is not shown."""
 
     run: Run
     status: tuple[str, str]  # a word, and a sentence
@@ -163,64 +167,67 @@ class Page:
     tiles: list[Tile] = field(default_factory=list)
     slow_ranks: str = ""
     scores: Scores | None = None
-    happened: list[str] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
 
 
 def show(run: Run) -> Page:
-    """Works out everything the page of a run shows."""
-    page = Page(run, status_of(run), verdict_on(run), list(_tiles(run)))
+    """Makes everything that the page of a run shows."""
+    page = Page(run, describe_status(run), verdict_on(run), list(_tiles(run)))
     page.slow_ranks = slow_ranks(run)
-    page.happened = list(_happened(run))
-    page.scores = scores_of(run.evaluation) if run.evaluation else None
+    page.events = list(_list_events(run))
+    page.scores = make_scores(run.evaluation) if run.evaluation else None
     return page
 
 
 def verdict_on(run: Run) -> list[Finding]:
-    """Verdicts on a run; [] while it trains or without data."""
-    return [] if run.running or not (run.train or run.measured) else verdict_of(run)
+    """Judges a run; [] while it trains or without data."""
+    return [] if run.running or not (run.train or run.measured) else judge_run(run)
 
 
-def status_of(run: Run) -> tuple[str, str]:
-    """How the run stands: a word, and what it means."""
-    if run.alone_evaluated:
+def describe_status(run: Run) -> tuple[str, str]:
+    """Describes the state of a run: a word, and its meaning."""
+    if run.is_evaluation:
         return "evaluated", "by ppdist eval"
-    of = f" of {run.total_steps}" if run.total_steps else ""
+    of_total = f" of {run.total_steps}" if run.total_steps else ""
     if run.running:
-        return "running", f"step {run.steps}{of}"
+        return "running", f"step {run.steps}{of_total}"
     if run.finished == "early_stopping":
-        return "finished", f"stopped early after step {run.steps}{of}"
+        return "finished", f"stopped early after step {run.steps}{of_total}"
     if run.finished == "hours":
-        return "finished", f"train.hours was over after step {run.steps}{of}; --resume continues it"
+        return (
+            "finished",
+            f"train.hours was over after step {run.steps}{of_total}; --resume continues it",
+        )
     if run.ended:
         return "finished", f"all {run.steps} steps"
     if not run.train and not run.evaluations:
         return "no records", "it has not recorded a step yet"
     if run.finished == "signal":
-        return "stopped", f"by a signal after step {run.steps}{of}; --resume continues it"
-    return "not finished", f"last record at step {run.steps}{of}; --resume continues it"
+        return "stopped", f"by a signal after step {run.steps}{of_total}; --resume continues it"
+    return "not finished", f"last record at step {run.steps}{of_total}; --resume continues it"
 
 
 def _tiles(run: Run) -> Iterator[Tile]:
     best, name = run.best, run.metric
-    if run.alone_evaluated and run.evaluation:
+    if run.is_evaluation and run.evaluation:
         for key in ("mAP", "mAP50", "mAP75", "f1", "precision", "recall", "top1", "top5"):
             value = share((run.evaluation.get("metrics") or {}).get(key))
             if value is not None:
                 yield Tile(key, f"{value:.4f}")
     elif best:
-        at = [f"{unit} {best[unit]:{form}}" for unit, form in _PLACES if unit in best]
-        yield Tile(f"best {name}", f"{best[name]:.4f}", ", ".join(at))
-        for other in ("mAP", "mAP50", "top5"):
-            if other in best and other != name:
-                yield Tile(other, f"{best[other]:.4f}", "of the same evaluation")
+        position = [f"{unit} {best[unit]:{form}}" for unit, form in _PLACES if unit in best]
+        yield Tile(f"best {name}", f"{best[name]:.4f}", ", ".join(position))
+        for metric in ("mAP", "mAP50", "top5"):
+            if metric in best and metric != name:
+                yield Tile(metric, f"{best[metric]:.4f}", "of the same evaluation")
         if "f1" in best:
             yield Tile("F1", f"{best['f1']:.3f}", _operating_points(best))
     losses = [record for record in run.train if "loss" in record]
     if losses:
         measured = [record for record in run.evaluations if "val_loss" in record]
-        beside = f"validation {measured[-1]['val_loss']:.3f}" if measured else "last record"
-        yield Tile("training loss", f"{losses[-1]['loss']:.3f}", beside)
-    speed = speed_of(run)
+        note = f"validation {measured[-1]['val_loss']:.3f}" if measured else "last record"
+        yield Tile("training loss", f"{losses[-1]['loss']:.3f}", note)
+    speed = median_speed(run)
     if speed:
         ranks = run.derived_value("ranks")
         yield Tile(
@@ -228,15 +235,15 @@ def _tiles(run: Run) -> Iterator[Tile]:
             f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}",
             f"median, {ranks} {'rank' if ranks == '1' else 'ranks'}" * bool(ranks),
         )
-    seconds = seconds_of(run)
+    seconds = total_seconds(run)
     if seconds:
-        waiting = _waiting(run.train)
-        waits = f"{waiting:.1%} of a step waits for images" if waiting is not None else ""
-        yield Tile("time", duration(seconds), waits)
+        waiting = _waiting_share(run.train)
+        waiting_text = f"{waiting:.1%} of a step waits for images" if waiting is not None else ""
+        yield Tile("time", duration(seconds), waiting_text)
 
 
 def _operating_points(best: Numbers) -> str:
-    """Precision and recall at the best-F1 confidence and at 0.25."""
+    """Formats precision and recall at the best-F1 confidence and at 0.25."""
     points = [("precision", "recall", best.get("best_f1_threshold"))]
     points.append(("precision_at_25", "recall_at_25", USUAL_THRESHOLD))
     return "; ".join(
@@ -247,8 +254,8 @@ def _operating_points(best: Numbers) -> str:
     )
 
 
-def speed_of(run: Run) -> float | None:
-    """Median images per second of the records after the first.
+def median_speed(run: Run) -> float | None:
+    """Returns the median images per second of the records after the first.
 
     The first contains one-time work.
     """
@@ -257,33 +264,33 @@ def speed_of(run: Run) -> float | None:
     return statistics.median(speeds[1:] or speeds) if speeds else None
 
 
-def seconds_of(run: Run) -> float | None:
-    """From the first record to the last, with all between, pauses too."""
+def total_seconds(run: Run) -> float | None:
+    """Returns the seconds from the first record to the last, pauses included."""
     return run.times[1] - run.times[0] if run.times else None
 
 
-def _waiting(records: Sequence[Numbers]) -> float | None:
-    both = [each for each in records if "data_seconds" in each and "step_seconds" in each]
-    total = sum(each["step_seconds"] for each in both)
-    return sum(each["data_seconds"] for each in both) / total if total > 0 else None
+def _waiting_share(records: Sequence[Numbers]) -> float | None:
+    timed = [r for r in records if "data_seconds" in r and "step_seconds" in r]
+    total = sum(record["step_seconds"] for record in timed)
+    return sum(record["data_seconds"] for record in timed) / total if total > 0 else None
 
 
 def slow_ranks(run: Run) -> str:
-    """Ranks that usually take longer than the median for a micro-batch.
+    """Names the ranks that usually take longer than the median for a micro-batch.
 
-    "": fewer than two have micro-batches.
+    Returns "" if fewer than two ranks have micro-batches.
     """
     seconds_RW = run.rank_seconds("rank_micro_batch_seconds")[1][:, 0]
-    if not seconds_RW.size:  # of an earlier version, where all ranks had equally many
+    if not seconds_RW.size:  # an earlier version, where all ranks had equally many
         seconds_RW = run.rank_seconds("rank_own_seconds")[1][:, 0]
     ranks_K = np.flatnonzero(np.median(seconds_RW, axis=0) > 0) if seconds_RW.size else ()
     if len(ranks_K) < 2:
         return ""
     seconds_RK = seconds_RW[:, ranks_K]
-    middle_R1 = np.quantile(
+    median_R1 = np.quantile(
         seconds_RK, 0.5, axis=1, keepdims=True, method="lower"
-    )  # of two the faster
-    usual_K = np.median(seconds_RK / np.maximum(middle_R1, 1e-12), axis=0).tolist()
+    )  # of two ranks the faster one
+    usual_K = np.median(seconds_RK / np.maximum(median_R1, 1e-12), axis=0).tolist()
     slow = sorted(
         ((ratio, rank) for rank, ratio in zip(ranks_K, usual_K) if ratio > _SLOW), reverse=True
     )
@@ -293,30 +300,30 @@ def slow_ranks(run: Run) -> str:
     return f"Own work of a micro-batch, against the median rank: {named}."
 
 
-def _happened(run: Run) -> Iterator[str]:
+def _list_events(run: Run) -> Iterator[str]:
     for step in run.starts[1:]:
         yield f"Resumed from step {step:.0f}."
-    for came, went, why in run.rollbacks:
-        yield f"Rolled back from step {came:.0f} to step {went:.0f}: {why}."
+    for from_step, to_step, reason in run.rollbacks:
+        yield f"Rolled back from step {from_step:.0f} to step {to_step:.0f}: {reason}."
     if run.bad_images:
         yield f"{run.bad_images} images could not be used and were substituted by others."
 
 
-# The configuration, beside the defaults.
+# The configuration against the defaults.
 
 
-def written(value: object) -> str:
-    """A value on one line, nearly as YAML has it."""
+def format_value(value: object) -> str:
+    """Formats a value on one line, nearly as in YAML."""
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def settings_of(tree: Mapping[str, Any]) -> tuple[list[tuple[str, str]], str]:
+def changed_settings(tree: Mapping[str, Any]) -> tuple[list[tuple[str, str]], str]:
     """Compares a configuration with the defaults of this version.
 
-    Returns: the keys that differ with their values, in the order of the file; and "", or why none
-        could be compared.
+    Returns: the keys that differ with their values, in the order of the file; and "", or the reason
+        why they could not be compared.
     """
     if not tree:
         return [], "there is no configuration"
@@ -329,4 +336,4 @@ def settings_of(tree: Mapping[str, Any]) -> tuple[list[tuple[str, str]], str]:
         where = ".".join(str(part) for part in first["loc"])
         return [], f"another version wrote it: {where}: {first['msg']}"
     differing = dict(leaves(config.model_dump(mode="json", exclude_defaults=True)))
-    return [(key, written(value)) for key, value in leaves(tree) if key in differing], ""
+    return [(key, format_value(value)) for key, value in leaves(tree) if key in differing], ""

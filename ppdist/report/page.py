@@ -1,8 +1,8 @@
-"""The page: one HTML file that loads nothing else.
+"""Writes the page: one HTML file that loads nothing else.
 
-Jinja2 escapes everything that the templates print.  Beside that the page forbids, by a content
-security policy, any script but ours and any address: what a name of a class or a file says can
-be read, but not run.
+Jinja2 escapes everything that the templates print.  The page also forbids, by a content security
+policy, any script but ours and any address: text in the name of a class or a file can be read, but
+not run.
 """
 
 import base64
@@ -23,14 +23,14 @@ from ppdist.common.eta import duration
 from ppdist.common.files import write_text
 from ppdist.common.process import printable
 from ppdist.metrics.run import Run, read_run
-from ppdist.report.content import settings_of, show, written
+from ppdist.report.content import changed_settings, format_value, show
 
 _HERE = Path(__file__).parent
-_MOST_PICTURE_BYTES = 1_500_000  # of a file that is taken as it is
-_MOST_FILE_BYTES = 100_000_000  # of one that is opened at all
+_MOST_PICTURE_BYTES = 1_500_000  # largest picture that is embedded unchanged
+_MOST_FILE_BYTES = 100_000_000  # largest file that is opened at all
 _MOST_PICTURE_PIXELS = 64_000_000
 _LARGEST_SIDE = 1600
-# What the engine and ppdist/viz draw: place in the page -> pattern in plots/ -> what it shows.
+# Pictures of the engine and ppdist/viz: place in the page -> pattern in plots/ -> caption.
 _PICTURES = {
     "train": {
         "train_batch_[0-9].jpg": "a training batch, as the network sees it",
@@ -48,7 +48,7 @@ _MOST_PER_PATTERN = 3
 
 @dataclass(frozen=True)
 class Embedded:
-    """A picture in the page."""
+    """A picture embedded in the page."""
 
     name: str
     what: str
@@ -58,47 +58,47 @@ class Embedded:
 def write_report(folder: Path, out: Path) -> list[str]:
     """Writes the page about one run.
 
-    Returns: what could not be read and is therefore missing, one line each.
+    Returns: a line for each part that could not be read and is missing.
     Raises: UserError: the folder holds no run; the page cannot be written.
     """
     run = read_run(folder)
-    if not run.alone_evaluated:  # ppdist eval leaves no more
+    if not run.is_evaluation:  # ppdist eval writes no other files
         run.problems += [f"{name} is not there" for name in run.missing]
-    write_text(out, _page_of(run))
+    write_text(out, _make_page(run))
     return [f"{run.folder}: {problem}" for problem in run.problems]
 
 
-def _page_of(run: Run) -> str:
-    settings, why_none = settings_of(run.config_tree)
-    pictures = {place: _pictures(run, place) for place in _PICTURES}
+def _make_page(run: Run) -> str:
+    settings, reason = changed_settings(run.config_tree)
+    pictures = {place: _embed_pictures(run, place) for place in _PICTURES}
     return _render(
         "run.html",
         title=f"{run.name} · run",
         page=show(run),
         settings=settings,
-        why_none=why_none,
-        config=[(key, written(value)) for key, value in run.config.items()],
+        why_none=reason,
+        config=[(key, format_value(value)) for key, value in run.config.items()],
         environment=[
-            (key, shlex.join(map(str, value)) if isinstance(value, list) else written(value))
+            (key, shlex.join(map(str, value)) if isinstance(value, list) else format_value(value))
             for key, value in run.environment.items()
         ],
         pictures=pictures,
     )
 
 
-def _pictures(run: Run, place: str) -> list[Embedded]:
-    found = []
-    for pattern, what in _PICTURES[place].items():
+def _embed_pictures(run: Run, place: str) -> list[Embedded]:
+    pictures = []
+    for pattern, caption in _PICTURES[place].items():
         for path in sorted((run.folder / "plots").glob(pattern))[:_MOST_PER_PATTERN]:
             try:
-                found.append(Embedded(path.name, what, _address(path)))
+                pictures.append(Embedded(path.name, caption, _data_url(path)))
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
                 run.problems.append(f"plots/{path.name} cannot be shown: {error}")
-    return found
+    return pictures
 
 
-def _address(path: Path) -> Markup:
-    """A picture as data URL, shrunk if large.
+def _data_url(path: Path) -> Markup:
+    """Makes a data URL of a picture, shrunk if it is large.
 
     Raises: OSError, ValueError, SyntaxError, DecompressionBombError: not a JPEG or PNG, or one of
         absurd size.
@@ -119,10 +119,10 @@ def _address(path: Path) -> Markup:
             smaller = io.BytesIO()
             image.convert("RGB").save(smaller, "JPEG", quality=85)
             content, kind = smaller.getvalue(), "jpeg"
-    return _embedded(kind, content)
+    return _encode(kind, content)
 
 
-def _embedded(kind: str, content: bytes) -> Markup:
+def _encode(kind: str, content: bytes) -> Markup:
     return Markup(f"data:image/{kind};base64,{base64.b64encode(content).decode()}")
 
 
@@ -136,7 +136,7 @@ def _render(template: str, **content: Any) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_shown,
+        finalize=_printable_text,
     )
     environment.filters |= {
         "breakable": breakable,
@@ -152,8 +152,10 @@ def _render(template: str, **content: Any) -> str:
     return environment.get_template(template).render(**content)
 
 
-def _shown(value: Any) -> Any:
-    """Names of strangers may hold characters that turn the text around them."""
+def _printable_text(value: Any) -> Any:
+    """Returns printable text: names of strangers may hold characters that turn the text around
+    them.
+    """
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
@@ -174,12 +176,12 @@ def number(value: object) -> str:
 
 
 def breakable(name: object) -> Markup:
-    """A key that a narrow column breaks after its dots and underscores."""
+    """Marks a key so that a narrow column breaks it after its dots and underscores."""
     return Markup(re.sub(r"([._/])(?=\w)", r"\1<wbr>", str(escape(printable(str(name))))))
 
 
 def clock(seconds: float) -> str:
-    """Local date and time of seconds since 1970."""
+    """Formats seconds since 1970 as local date and time."""
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     except (ValueError, OverflowError, OSError):

@@ -18,7 +18,7 @@ from ppdist.config.experiment import load_config
 from ppdist.config.parse import dump_yaml
 from ppdist.metrics.run import read_run
 from ppdist.report import page
-from ppdist.report.content import settings_of
+from ppdist.report.content import changed_settings
 from ppdist.report.page import write_report
 from tests.errors import raises
 from tests.forked import run_tool
@@ -264,7 +264,7 @@ def test_bases_of_a_configuration_are_not_read(tmp_path: Path) -> None:
 def test_settings_are_keys_that_are_not_default(tmp_path: Path) -> None:
     config = load_config(REPOSITORY / "configs/examples/demo.yml", ["seed=7"])
     (tmp_path / "config.yml").write_text(dump_yaml(config), encoding="utf-8")
-    settings, why_none = settings_of(read_run(tmp_path).config_tree)
+    settings, why_none = changed_settings(read_run(tmp_path).config_tree)
     found = dict(settings)
     assert why_none == ""
     assert found["seed"] == "7" and found["evaluate.every_epochs"] == "4"
