@@ -20,7 +20,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import device
 from ppdist.engine.build import build_model
-from ppdist.export.export import Pictures, export_model, precision_on, take_sample
+from ppdist.export.export import Pictures, export_model, measure_precision, take_sample
 from ppdist.export.predictor import EagerPredictor, Predictor
 from ppdist.export.spec import InferenceSpec, describe
 from ppdist.lab.benchmark.latency import make_predictors, measure_predictors, sample_images
@@ -124,7 +124,7 @@ def _measure(config: ExperimentConfig, folder: Path, rounds: int) -> dict[str, A
         assert sample is not None
         accuracy = {"eager": sample.mAP}
         for name, predict in make_predictors(None, exported, spec, 1).items():
-            accuracy[name] = precision_on(sample, predict, spec)
+            accuracy[name] = measure_precision(sample, predict, spec)
         large = _at_size(spec, _MEASURED_SIZE)
         taken = {}
         for threads in THREADS:

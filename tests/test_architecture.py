@@ -332,7 +332,7 @@ OTHER_WRITERS = {
         ),
         *("distributed/heartbeat.py:tell_stop", "engine/auto_batch.py:trial"),
         *("engine/checkpoint.py:_write_durably", "engine/memory_probe.py:_measure"),
-        *("engine/memory_probe.py:main", "export/export.py:_tidy", "export/onnx.py:sign"),
+        *("engine/memory_probe.py:main", "export/export.py:_simplify", "export/onnx.py:sign"),
         *("export/export.py:_write_int8", "export/export.py:_write_onnx"),
         *("export/export.py:_write_paddle", "export/export.py:save_graph"),
         *("export/onnx.py:append_nms", "export/onnx.py:quantize_onnx"),

@@ -1,13 +1,13 @@
 """Exports a trained model to Paddle Inference and ONNX, checked against eager.
 
-    model -> deployed(model) -> RawModel or ModelWithNMS -> save_graph -> Paddle Inference
-                                                               -> convert_to_onnx -> ONNX
+    model -> fuse_for_deployment -> RawModel or ModelWithNMS -> save_graph -> Paddle Inference
+                                                             -> convert_to_onnx -> ONNX
     every file is loaded again and compared with the model; only then it takes its place
 
 The graph takes raw RGB pixels 0..255, unless asked for normalised ones, and contains normalisation,
 decoding and, of a detector where asked, the non-maximum suppression.  `infer.yml` beside it
-(ppdist/export/spec.py) says the rest.  An export is tried on images of a data set, where wanted
-with COCO's mAP of model and files on the same images.
+(ppdist/export/spec.py) has the rest.  An export can be tried on images of a data set, with COCO's
+mAP of the model and its files on the same images.
 """
 
 import copy
@@ -58,25 +58,25 @@ from ppdist.export.spec import (
     ModelFileSection,
     OutputSection,
     SampleSection,
-    card_of_spec,
+    make_card,
     read_spec,
     write_spec,
 )
 from ppdist.export.verify import (
     PLAIN,
     Agreement,
+    cache_outputs,
     check_images,
-    compare_kept,
     compare_raw,
     compare_rows,
-    decided,
+    compare_suppressed,
+    decided_batches,
     eager_outputs,
-    largest_of,
     load_graphs,
     load_onnx,
     load_openvino,
     measure_raw,
-    remembered,
+    merge_agreements,
 )
 from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.coco import evaluate_boxes
@@ -92,11 +92,11 @@ _FILES: dict[Format, tuple[str, ...]] = {
     "openvino": ("model.onnx",),
 }
 _INT8_FILES = ("model_int8.onnx",)
-_GENERATED = 3  # of the images of a check at most, the first ones
+_GENERATED = 3  # the first images of a check, at most these, are generated
 ONNX_OPSET = 16
-SAMPLE_IMAGES = 100  # at most, for mAP before and after
+SAMPLE_IMAGES = 100  # at most, for mAP before and after quantisation
 _LOGGER = logging.getLogger("ppdist")
-CONVERSION_SECONDS = 900  # against hanging; the largest models take a tenth of it
+CONVERSION_SECONDS = 900  # ends a conversion that hangs; the largest models take a tenth of it
 
 _RAW_OUTPUTS = (
     ("scores", "[B, N, C]", "probability of each class, 0..1"),
@@ -111,7 +111,7 @@ _KEPT_OUTPUTS = (
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export left, and how well it agreed with eager."""
+    """The result of an export, and how well it agreed with eager."""
 
     directory: Path
     spec: InferenceSpec
@@ -135,25 +135,25 @@ def export_model(
 
     Everything is written to a draft, loaded again and compared with `model` in eager mode on the
     CPU (generated pictures and `samples`; Paddle's with and without oneDNN); only when all agree
-    (ppdist/export/verify.py has the tolerances) it takes its place.  Of an earlier export there
-    the files of the same names are replaced, all else stays; any other folder is refused.
-    `model` itself is not changed.  One process calls this.
+    (ppdist/export/verify.py has the tolerances) the draft takes its place.  In an earlier export
+    the files of the same names are replaced and all others stay; any other folder is refused.
+    `model` itself is not changed.  Only one process may call this.
 
     Args:
         model: a detector, or a classifier: it gives probabilities_BC.
         spec: input size, thresholds and class names; the `paddle` and `onnx` parts are filled in
             here.  `input.dynamic_batch` / `dynamic_size` decide what stays free in the graph, and
             `input.normalised` whether it takes normalised pixels (`normalisation_of`).
-        nms_in_graph: of a detector: the graph ends with its suppression.
+        nms_in_graph: the graph of a detector ends with its suppression.
         samples: pictures_3HW, float32 RGB 0..255, of the size in `spec`.
-        calibration: likewise, of the training split; with any the ONNX model is written in 8-bit
-            integers, too.
+        calibration: pictures like `samples`, of the training split; if there are any, the ONNX
+            model is also written in 8-bit integers.
         validation: SAMPLE_IMAGES of it give mAP before and after quantisation, for infer.yml; None:
             it is not measured.
         int8_loss: see `ExportOptions`; without `validation`, raw scores may be off by this or
             INT8_SCORE, whichever is more.
 
-    Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
+    Raises: ExportError: the model cannot be exported, or a file computes something else.
     """
     start = time.monotonic()
     needs_openvino = "openvino" in formats
@@ -171,12 +171,12 @@ def export_model(
     spec = spec.model_copy(update={"earlier": tuple(sorted(earlier))})
     refused: dict[str, str] = {}
     # The check must not depend on a card's rounding.
-    with device.on_cpu(), drafted(directory) as draft:
+    with device.on_cpu(), draft_folder(directory) as draft:
         eager = deployment_copy(model)
-        images = decided(eager, check_images(spec.input, samples))
+        images = decided_batches(eager, check_images(spec.input, samples))
         _LOGGER.info("tracing the model; %d batches to compare its files on", len(images))
         cases = _Cases([graph_input(batch, spec) for batch in images], eager_outputs(eager, images))
-        fused = deployed(model, spec.input.normalised is not None)
+        fused = fuse_for_deployment(model, spec.input.normalised is not None)
         scratch = draft / ".raw"
         save_graph(RawModel(fused), scratch, spec.input)
         agreement: dict[Format, Agreement] = {}
@@ -188,34 +188,38 @@ def export_model(
             agreement["onnx"] = _write_onnx(scratch, draft, spec, cases, nms_in_graph)
             if find_spec("openvino"):
                 _LOGGER.info("OpenVINO: comparing with the trained model")
-                with _openvino_wanted(needs_openvino, refused, "openvino"):
-                    found = _in_openvino(scratch, draft, spec, cases, nms_in_graph)
-                    called = agreement["onnx"].output_names
-                    agreement["openvino"] = replace(found, output_names=called)
-        spec = _complete(spec, agreement, nms_in_graph)
+                with _openvino_required(needs_openvino, refused, "openvino"):
+                    difference = _check_in_openvino(scratch, draft, spec, cases, nms_in_graph)
+                    output_names = agreement["onnx"].output_names
+                    agreement["openvino"] = replace(difference, output_names=output_names)
+        spec = _add_sections(spec, agreement, nms_in_graph)
         if "onnx" in formats and calibration:
             _LOGGER.info("ONNX in 8-bit integers: calibrating")
             int8 = _write_int8(scratch, draft, spec, cases, calibration)
             spec = spec.model_copy(update={"onnx_int8": int8})
             if "openvino" in agreement:
-                with _openvino_wanted(needs_openvino, refused, "openvino_int8"):
-                    int8 = _int8_in_openvino(scratch, draft, spec, cases)
+                with _openvino_required(needs_openvino, refused, "openvino_int8"):
+                    int8 = _check_int8_in_openvino(scratch, draft, spec, cases)
                     spec = spec.model_copy(update={"openvino_int8": int8})
         shutil.rmtree(scratch)
         if spec.onnx_int8 is not None and validation is not None and spec.nms is not None:
             predict = EagerPredictor(eager, spec.nms)
             sample = take_sample(validation, predict, spec)
             if sample is not None:
-                spec = with_accuracy(draft, spec, sample, needs_openvino)
+                spec = add_accuracy(draft, spec, sample, needs_openvino)
         require_int8("ONNX Runtime", spec.onnx_int8, int8_loss)
-        kept = None  # of OpenVINO, where its INT8 is good enough
-        with _openvino_wanted(needs_openvino, refused, "openvino_int8"):
+        openvino_int8 = None  # None if its INT8 loses too much in OpenVINO
+        with _openvino_required(needs_openvino, refused, "openvino_int8"):
             require_int8("OpenVINO", spec.openvino_int8, int8_loss)
-            kept = spec.openvino_int8
+            openvino_int8 = spec.openvino_int8
         digests = {
             file.name: digest(file) for file in sorted(draft.iterdir()) if file.name != SPEC_FILE
         }
-        update = {"openvino_int8": kept, "refused": spec.refused | refused, "sha256": digests}
+        update = {
+            "openvino_int8": openvino_int8,
+            "refused": spec.refused | refused,
+            "sha256": digests,
+        }
         spec = spec.model_copy(update=update)
         write_spec(draft, spec)
         size = sum(file.stat().st_size for file in draft.rglob("*") if file.is_file()) / 1e6
@@ -224,7 +228,7 @@ def export_model(
 
 @dataclass(frozen=True)
 class _Cases:
-    """Test inputs of every exported file and the eager model's outputs.
+    """The test inputs of every exported file, with the eager model's outputs.
 
     images: batches_B3HW as the graph takes them.
     """
@@ -243,11 +247,12 @@ def _write_paddle(
 ) -> Agreement:
     """Writes and checks the Paddle model; scratch: holds the graph without suppression.
 
-    Without oneDNN it takes several times as long, and computes the same graph: few images do.
+    Without oneDNN a run takes several times as long and computes the same graph, so few images are
+    enough.
     """
-    raw = remembered(load_graphs(scratch))
+    raw = cache_outputs(load_graphs(scratch))
     parts = {name: slice(_GENERATED if name == PLAIN else None) for name in raw}
-    agreement = largest_of(
+    agreement = merge_agreements(
         [
             compare_raw({name: graph}, cases.images[parts[name]], cases.expected[parts[name]])
             for name, graph in raw.items()
@@ -257,7 +262,7 @@ def _write_paddle(
         save_graph(ModelWithNMS(fused, spec.nms), draft, spec.input)
         for name, graph in load_graphs(draft).items():
             few = cases.images[: 1 if name == PLAIN else None]
-            names = compare_kept({name: graph}, raw, few, spec.nms)
+            names = compare_suppressed({name: graph}, raw, few, spec.nms)
         return replace(agreement, output_names=names)
     for file in scratch.iterdir():
         shutil.copy2(file, draft / file.name)
@@ -274,19 +279,19 @@ def _write_onnx(
     raw_file = scratch / "model.onnx"
     names = ("probabilities",) if spec.nms is None else ("scores", "boxes")
     convert_to_onnx(scratch, raw_file, names)
-    sign(raw_file, {CARD_NOTE: card_of_spec(spec).text()})
-    raw = remembered(load_onnx(raw_file))
+    sign(raw_file, {CARD_NOTE: make_card(spec).text()})
+    raw = cache_outputs(load_onnx(raw_file))
     agreement = compare_raw(raw, cases.images, cases.expected)
     if nms_in_graph and spec.nms is not None:
         append_nms(raw_file, file, spec.nms)
-        kept = compare_kept(load_onnx(file), raw, cases.images, spec.nms)
-        return replace(agreement, output_names=kept)
+        output_names = compare_suppressed(load_onnx(file), raw, cases.images, spec.nms)
+        return replace(agreement, output_names=output_names)
     shutil.copy2(raw_file, file)
     return agreement
 
 
 @contextmanager
-def _openvino_wanted(needed: bool, refused: dict[str, str], section: str) -> Iterator[None]:
+def _openvino_required(needed: bool, refused: dict[str, str], section: str) -> Iterator[None]:
     """Raises OpenVINO's ExportError if OpenVINO was requested; otherwise warns.
 
     Args:
@@ -302,34 +307,35 @@ def _openvino_wanted(needed: bool, refused: dict[str, str], section: str) -> Ite
         _LOGGER.warning("%s: %s; kept for the other runtimes alone", section, error.what)
 
 
-def _in_openvino(
+def _check_in_openvino(
     scratch: Path, draft: Path, spec: InferenceSpec, cases: _Cases, nms_in_graph: bool
 ) -> Agreement:
     """Checks the files of _write_onnx in OpenVINO.
 
-    Where the graph with suppression is exported, the one without is checked on the first images
-    only.
+    If the graph with suppression is exported, the one without is checked on the first images only.
     """
     raw = load_openvino(scratch / "model.onnx")
     if spec.nms is None or not nms_in_graph:
         return compare_raw(raw, cases.images, cases.expected)
-    few = slice(_GENERATED)
-    agreement = compare_raw(raw, cases.images[few], cases.expected[few])
-    kept = load_openvino(draft / "model.onnx")
-    return largest_of([agreement, compare_rows(kept, cases.images, cases.expected, spec.nms)])
+    first_images = slice(_GENERATED)
+    agreement = compare_raw(raw, cases.images[first_images], cases.expected[first_images])
+    suppressed = load_openvino(draft / "model.onnx")
+    return merge_agreements(
+        [agreement, compare_rows(suppressed, cases.images, cases.expected, spec.nms)]
+    )
 
 
-def _int8_in_openvino(
+def _check_int8_in_openvino(
     scratch: Path, draft: Path, spec: InferenceSpec, cases: _Cases
 ) -> ModelFileSection:
-    """Checks the files of _write_int8 in OpenVINO, as there."""
+    """Checks the files of _write_int8 in OpenVINO, as _write_int8 does in ONNX Runtime."""
     assert spec.onnx_int8 is not None
     raw = load_openvino(scratch / "model_int8.onnx")
-    off = measure_raw(raw, cases.images, cases.expected)
+    difference = measure_raw(raw, cases.images, cases.expected)
     if spec.onnx_int8.nms_in_graph and spec.nms is not None:
-        compare_kept(load_openvino(draft / "model_int8.onnx"), raw, cases.images, spec.nms)
-    noted = {"max_score_error": off.score, "max_box_error": off.box}
-    return spec.onnx_int8.model_copy(update=noted)
+        compare_suppressed(load_openvino(draft / "model_int8.onnx"), raw, cases.images, spec.nms)
+    errors = {"max_score_error": difference.score, "max_box_error": difference.box}
+    return spec.onnx_int8.model_copy(update=errors)
 
 
 def _write_int8(
@@ -348,34 +354,44 @@ def _write_int8(
     assert spec.onnx is not None
     raw_file, file = scratch / "model_int8.onnx", draft / "model_int8.onnx"
     quantize_onnx(scratch / "model.onnx", raw_file, calibration, spec)
-    sign(raw_file, {CARD_NOTE: card_of_spec(spec).text()})
+    sign(raw_file, {CARD_NOTE: make_card(spec).text()})
     raw = load_onnx(raw_file)
-    off = measure_raw(raw, cases.images, cases.expected)
+    difference = measure_raw(raw, cases.images, cases.expected)
     if spec.onnx.nms_in_graph and spec.nms is not None:
         append_nms(raw_file, file, spec.nms)
-        compare_kept(load_onnx(file), raw, cases.images, spec.nms)
+        compare_suppressed(load_onnx(file), raw, cases.images, spec.nms)
     else:
         shutil.copy2(raw_file, file)
-    noted = {"files": _INT8_FILES, "max_score_error": off.score, "max_box_error": off.box}
-    return spec.onnx.model_copy(update=noted)
+    section = {
+        "files": _INT8_FILES,
+        "max_score_error": difference.score,
+        "max_box_error": difference.box,
+    }
+    return spec.onnx.model_copy(update=section)
 
 
-def require_int8(runtime: str, section: ModelFileSection | None, most: float) -> None:
-    """Raises ExportError where the quantised file loses too much."""
+def require_int8(runtime: str, section: ModelFileSection | None, max_loss: float) -> None:
+    """Requires a quantised file that loses little.
+
+    Args: max_loss: of mAP; without a measured mAP the raw scores may be off by this or INT8_SCORE,
+    whichever is more.
+
+    Raises: ExportError: it loses more.
+    """
     if section is None:
         return
-    found = section.sample
-    if found is not None:
-        is_too_much = found.mAP_eager - found.mAP > most
+    sample = section.sample
+    if sample is not None:
+        loses_too_much = sample.mAP_eager - sample.mAP > max_loss
         what = (
-            f"mAP is {found.mAP:.4f} on {found.images} validation images, eager "
-            f"{found.mAP_eager:.4f}; it may lose {most:g}"
+            f"mAP is {sample.mAP:.4f} on {sample.images} validation images, eager "
+            f"{sample.mAP_eager:.4f}; it may lose {max_loss:g}"
         )
     else:
-        allowed = max(most, INT8_SCORE)
-        is_too_much = section.max_score_error > allowed
+        allowed = max(max_loss, INT8_SCORE)
+        loses_too_much = section.max_score_error > allowed
         what = f"scores are off by up to {section.max_score_error:.2f}, and may be by {allowed:g}"
-    if is_too_much:
+    if loses_too_much:
         raise ExportError(
             f"in {runtime} {what}",
             code="int8_loses",
@@ -420,36 +436,39 @@ def _require_usable(model: ImageModel, spec: InferenceSpec) -> None:
             )
 
 
-def _complete(
+def _add_sections(
     spec: InferenceSpec, agreement: dict[Format, Agreement], nms_in_graph: bool
 ) -> InferenceSpec:
-    """The description with what was written filled in."""
-    kept = nms_in_graph and spec.nms is not None
-    outputs = _CLASS_OUTPUTS if spec.nms is None else _KEPT_OUTPUTS if kept else _RAW_OUTPUTS
+    """Adds to the description what was written."""
+    is_suppressed = nms_in_graph and spec.nms is not None
+    outputs = (
+        _CLASS_OUTPUTS if spec.nms is None else _KEPT_OUTPUTS if is_suppressed else _RAW_OUTPUTS
+    )
     parts: dict[str, ModelFileSection] = {
         name: ModelFileSection(
             files=_FILES[name],
-            nms_in_graph=kept,
+            nms_in_graph=is_suppressed,
             outputs=tuple(
-                OutputSection(name=called, shape=shape, meaning=f"{what}: {meaning}")
-                for called, (what, shape, meaning) in zip(found.output_names, outputs)
+                OutputSection(name=name, shape=shape, meaning=f"{what}: {meaning}")
+                for name, (what, shape, meaning) in zip(difference.output_names, outputs)
             ),
-            max_score_error=found.score,
-            max_box_error=found.box,
+            max_score_error=difference.score,
+            max_box_error=difference.box,
         )
-        for name, found in agreement.items()
+        for name, difference in agreement.items()
     }
     made_with = f"ppdist {ppdist.__version__}, paddle {paddle.__version__}"
     return spec.model_copy(update={**parts, "made_with": made_with})
 
 
 def _require_free(directory: Path, names: set[str]) -> set[str]:
-    """Files of an earlier export that this export would not replace.
+    """Requires a folder that this export may write to.
 
+    Returns: files of an earlier export that this one does not replace.
     Raises: ExportError: the folder is not an export, or a file of these names belongs to none.
     """
     with _writing_to(directory):
-        _move_into_place(directory)  # what an interrupted export left
+        _move_into_place(directory)  # finish an interrupted export
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return set()
     if not (directory / SPEC_FILE).is_file():
@@ -459,26 +478,26 @@ def _require_free(directory: Path, names: set[str]) -> set[str]:
             where=str(directory),
             fix="choose another --out, or remove the folder",
         )
-    ours = read_spec(directory).file_names()
-    taken = sorted(name for name in names - ours if os.path.lexists(directory / name))
-    if taken:
+    earlier_files = read_spec(directory).file_names()
+    foreign = sorted(name for name in names - earlier_files if os.path.lexists(directory / name))
+    if foreign:
         raise ExportError(
             f"the file exists, but {SPEC_FILE} beside it does not list it",
             code="out_not_ours",
-            where=", ".join(str(directory / name) for name in taken),
+            where=", ".join(str(directory / name) for name in foreign),
             fix="choose another --out, or move the file elsewhere",
         )
-    return {name for name in ours - names if (directory / name).is_file()}
+    return {name for name in earlier_files - names if (directory / name).is_file()}
 
 
-# Drafts are inside the folder, which may be mounted, and so can be neither renamed nor on the disk
-# of its parent.  The name without host and process says: complete and checked, to be moved.
+# Drafts are inside the folder: a mounted folder cannot be renamed, and may be on another disk than
+# its parent.  This name, without host and process, marks a draft that is complete and checked.
 _DRAFT = ".export"
 
 
 @contextmanager
-def drafted(directory: Path) -> Iterator[Path]:
-    """A temporary folder whose files move into `directory` if the block succeeds.
+def draft_folder(directory: Path) -> Iterator[Path]:
+    """Makes a temporary folder whose files move into `directory` if the block succeeds.
 
     Other files there are not touched.  The next export finishes a move that was interrupted.
     """
@@ -493,7 +512,7 @@ def drafted(directory: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         if is_new:
-            with suppress(OSError):  # of a folder with an export
+            with suppress(OSError):  # the folder holds an export
                 directory.rmdir()
 
 
@@ -514,7 +533,7 @@ def _move_into_place(directory: Path) -> None:
     can load a mixture of two.
     """
     draft = directory / _DRAFT
-    if draft.is_symlink():  # as an archive may hold: nothing is moved from where it leads
+    if draft.is_symlink():  # an archive may hold a link: nothing is moved from where it leads
         draft.unlink()
     if (draft / SPEC_FILE).is_file():
         (directory / SPEC_FILE).unlink(missing_ok=True)
@@ -526,19 +545,19 @@ def _move_into_place(directory: Path) -> None:
             place.parent.mkdir(exist_ok=True)
             file.replace(place)
     for folder in (*draft.glob("*"), draft):
-        with suppress(OSError):  # of a file, or one that is not there
+        with suppress(OSError):  # it is a file, or absent
             folder.rmdir()
     remove_drafts(directory, _DRAFT[1:])
 
 
 # --- the graph -----------------------------------------------------------------------------------
 
-# Nothing below a forward branches on a tensor, and sizes are asked for by `paddle.shape`: not
-# translating its source (`not_to_static`) makes the same graph, sooner.
+# No code below a forward branches on a tensor, and sizes come from `paddle.shape`.  So its source
+# need not be translated: `not_to_static` makes the same graph sooner.
 
 
 class RawModel(nn.Layer):
-    """A model without suppression, as it is exported.
+    """A model without suppression, as the graph of an export.
 
     images_B3HW (float32 RGB 0..255) -> decoded outputs: scores_BNC and boxes_BN4 in input pixels of
     a detector, probabilities_BC of a classifier.
@@ -554,7 +573,10 @@ class RawModel(nn.Layer):
 
 
 class ModelWithNMS(nn.Layer):
-    """images_B3HW (float32 RGB 0..255) -> rows_R6 (class, score, xyxy input pixels), count_B."""
+    """A detector with its suppression, as the graph of an export.
+
+    images_B3HW (float32 RGB 0..255) -> rows_R6 (class, score, xyxy input pixels), count_B.
+    """
 
     def __init__(self, detector: Detector, nms: NMSConfig) -> None:
         super().__init__()
@@ -568,36 +590,36 @@ class ModelWithNMS(nn.Layer):
 
 
 def deployment_copy(model: Model) -> Model:
-    """A copy in eval mode that uses Paddle's plain layers.
+    """Copies a model in eval mode, with Paddle's plain layers.
 
     It replaces the convolutions of CPU training and every synchronised batch norm: in eval mode
     they compute the same as the plain layers but have no static graph.  `model` is not touched.
     """
-    copied = copy.deepcopy(model)
-    copied.to(device="cpu")
-    use_plain_layers(copied)
-    for layer in copied.sublayers():
+    plain_model = copy.deepcopy(model)
+    plain_model.to(device="cpu")
+    use_plain_layers(plain_model)
+    for layer in plain_model.sublayers():
         if isinstance(layer, nn.BatchNorm2D):
             layer.__class__ = nn.BatchNorm2D  # same attributes; only forward differs
-    copied.eval()
-    return copied
+    plain_model.eval()
+    return plain_model
 
 
-def deployed(model: Model, normalised_input: bool) -> Model:
-    """A deployment copy that computes the same with fewest operations.
+def fuse_for_deployment(model: Model, normalised_input: bool) -> Model:
+    """Makes a deployment copy that computes the same with the fewest operations.
 
     Branches are merged, and batch norms and the pixel scale are folded into convolutions.
 
     Args: normalised_input: the copy does not normalise pixels at all.
     """
-    copied = deployment_copy(model)
-    copied.fuse()
-    copied.fuse_conv_bn()
+    fused = deployment_copy(model)
+    fused.fuse()
+    fused.fuse_conv_bn()
     if normalised_input:
-        copied.set_pixel_statistics([0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
+        fused.set_pixel_statistics([0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
     else:
-        copied.fold_pixel_scale()
-    return copied
+        fused.fold_pixel_scale()
+    return fused
 
 
 def save_graph(model: nn.Layer, directory: Path, description: InputSection) -> None:
@@ -628,8 +650,8 @@ def save_graph(model: nn.Layer, directory: Path, description: InputSection) -> N
 
 # --- ONNX ----------------------------------------------------------------------------------------
 
-# The converter ends the whole process on some models, and its last step (optimize_tool) installs
-# packages while it runs; so it gets a process of its own, and that step is left out.
+# The converter ends the whole process on some models, so it runs in a separate one.  Its last step
+# (optimize_tool) installs packages while it runs, so it is left out.
 _CONVERT = """
 import sys, paddle2onnx
 program, weights, file, opset = sys.argv[1:]
@@ -638,9 +660,12 @@ paddle2onnx.export(program, weights, file, opset_version=int(opset), optimize_to
 
 
 def require_onnx(int8: bool) -> None:
-    """Raises: ExportError: a package that makes or checks ONNX files is missing."""
+    """Requires the packages that make and check ONNX files.
+
+    Raises: ExportError: one is missing.
+    """
     needed = ["paddle2onnx", "onnx", "onnxruntime"]
-    needed += ["ml_dtypes"] if int8 else []  # for its quantisation; onnxruntime does not bring it
+    needed += ["ml_dtypes"] if int8 else []  # for its quantisation; onnxruntime does not install it
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ExportError(
@@ -651,7 +676,10 @@ def require_onnx(int8: bool) -> None:
 
 
 def require_openvino() -> None:
-    """Raises: ExportError: it is not installed."""
+    """Requires OpenVINO.
+
+    Raises: ExportError: it is not installed.
+    """
     if find_spec("openvino") is None:
         raise ExportError(
             "OpenVINO, in which the exported model is checked, is not installed",
@@ -661,9 +689,9 @@ def require_openvino() -> None:
 
 
 def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None:
-    """Converts a graph that `save_graph` left.
+    """Converts a graph that `save_graph` wrote.
 
-    Args: outputs: names the file's outputs get.
+    Args: outputs: names of the file's outputs.
     Raises: ExportError: the converter refused or crashed, or the disk is full.
     """
     program, weights = (str(directory / name) for name in ("model.json", "model.pdiparams"))
@@ -680,7 +708,7 @@ def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         code = run_command(command, log, CONVERSION_SECONDS, environment=environment)
-        said = log.read_text(encoding="utf-8", errors="replace")
+        output = log.read_text(encoding="utf-8", errors="replace")
     if code is None:
         raise ExportError(
             f"paddle2onnx did not finish within {CONVERSION_SECONDS} seconds",
@@ -688,24 +716,24 @@ def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None
         )
     if code or not file.is_file():
         raise ExportError(
-            f"paddle2onnx cannot convert this model: {_reason(said)} (exit code {code})",
+            f"paddle2onnx cannot convert this model: {_find_reason(output)} (exit code {code})",
             code="conversion_failed",
             fix="leave onnx out of --format",
         )
-    _tidy(file, outputs)
+    _simplify(file, outputs)
 
 
-def _reason(output: str) -> str:
-    """The line of the converter's output that says most."""
+def _find_reason(output: str) -> str:
+    """Returns the most telling line of the converter's output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     for mark in ("Failed to convert", "[ERROR]", "Error:", "Error Message"):
-        said = [line for line in lines if mark in line and "UnboundLocalError" not in line]
-        if said:
-            return said[-1]
+        reasons = [line for line in lines if mark in line and "UnboundLocalError" not in line]
+        if reasons:
+            return reasons[-1]
     return lines[-1] if lines else "it said nothing"
 
 
-def _tidy(file: Path, outputs: Sequence[str]) -> None:
+def _simplify(file: Path, outputs: Sequence[str]) -> None:
     """Folds constants, merges operations into standard operators, names outputs and axes.
 
     1480 nodes of PP-YOLOE become 417.
@@ -727,13 +755,13 @@ def _tidy(file: Path, outputs: Sequence[str]) -> None:
         ) from error
     model = onnx.load(str(file))
     standard = [opset for opset in model.opset_import if not opset.domain]
-    del model.opset_import[:]  # it names domains of its own, which no node is of
+    del model.opset_import[:]  # ONNX Runtime adds domains that no node uses
     model.opset_import.extend(standard)
     renamed = {output.name: name for output, name in zip(model.graph.output, outputs, strict=True)}
     for node in model.graph.node:
         for values in (node.input, node.output):
-            for place, value in enumerate(values):
-                values[place] = renamed.get(value, value)
+            for index, value in enumerate(values):
+                values[index] = renamed.get(value, value)
     name_axes(model.graph.input[0], INPUT_AXES)
     for output in model.graph.output:
         output.name = renamed[output.name]
@@ -745,23 +773,26 @@ def _tidy(file: Path, outputs: Sequence[str]) -> None:
 # --- images to try it on -------------------------------------------------------------------------
 
 
-def spread(records: Sequence[ImageRecord]) -> list[ImageRecord]:
+def spread_evenly(records: Sequence[ImageRecord]) -> list[ImageRecord]:
     """Reorders records so that every prefix is spread evenly over the list.
 
-    First are those whose index times the golden ratio has the smallest fractional part.
+    Records come in the order of the fractional part of their index times the golden ratio.
     """
-    places = np.argsort(np.arange(len(records)) * ((5**0.5 - 1) / 2) % 1.0)
-    return [records[place] for place in places]
+    order = np.argsort(np.arange(len(records)) * ((5**0.5 - 1) / 2) % 1.0)
+    return [records[index] for index in order]
 
 
 def read_record(record: ImageRecord, opener: Opener) -> np.ndarray:
-    """uint8 RGB [H, W, 3].  Raises: DataError: as read_image."""
+    """Reads the image of a record, uint8 RGB [H, W, 3].
+
+    Raises: DataError: as read_image.
+    """
     size = (record.height, record.width) if record.height else None
     return read_image(record.path, size, opener=opener)
 
 
-def prepared(image_HW3: np.ndarray, spec: InferenceSpec) -> np.ndarray:
-    """A uint8 RGB image of any size as model input.
+def prepare_input(image_HW3: np.ndarray, spec: InferenceSpec) -> np.ndarray:
+    """Resizes a uint8 RGB image of any size to the model's input.
 
     Returns: float32 [3, H, W], 0..255.
     """
@@ -771,7 +802,7 @@ def prepared(image_HW3: np.ndarray, spec: InferenceSpec) -> np.ndarray:
 
 
 class Pictures(Sequence[np.ndarray]):
-    """Images prepared by `prepared`; each is read on access to save memory."""
+    """The images of records as model inputs; each is read on access to save memory."""
 
     def __init__(
         self, records: Sequence[ImageRecord], spec: InferenceSpec, opener: Opener = DISK
@@ -781,43 +812,43 @@ class Pictures(Sequence[np.ndarray]):
     def __len__(self) -> int:
         return len(self._records)
 
-    def __getitem__(self, place: Any) -> Any:
-        """Args: place: a single index; slices are not supported."""
-        return prepared(read_record(self._records[place], self._opener), self._spec)
+    def __getitem__(self, index: Any) -> Any:
+        """Returns the input of a single index; slices are not supported."""
+        return prepare_input(read_record(self._records[index], self._opener), self._spec)
 
 
-def readable(
+def select_readable(
     records: Sequence[ImageRecord],
     count: int,
     warn: Callable[[str], None],
     opener: Opener = DISK,
 ) -> list[ImageRecord]:
-    """The first `count` readable records.
+    """Selects the first `count` readable records.
 
     Only the first 2 * count records are tried: if the files are missing, none can be read.
 
     Args: warn: gets one line if unreadable images were replaced.
     """
-    found: list[ImageRecord] = []
-    broken: list[str] = []
+    selected: list[ImageRecord] = []
+    reasons: list[str] = []
     for record in records[: 2 * count]:
         try:
             read_record(record, opener)
         except DataError as error:
-            broken.append(str(error))
+            reasons.append(str(error))
         else:
-            found.append(record)
-        if len(found) == count:
+            selected.append(record)
+        if len(selected) == count:
             break
-    if broken:
-        warn(f"{len(broken)} images cannot be read and are left out, the first: {broken[0]}")
-    return found
+    if reasons:
+        warn(f"{len(reasons)} images cannot be read and are left out, the first: {reasons[0]}")
+    return selected
 
 
 # --- mAP before and after ------------------------------------------------------------------------
 
-# Of any raw score, where no mAP tells what it costs.  Sound files were off by 0.05 to 0.25, a wrong
-# one by 0.33 to 0.54.
+# Largest error of a raw score where no mAP shows what quantisation costs.  Sound files were off by
+# 0.05 to 0.25, a wrong one by 0.33 to 0.54.
 INT8_SCORE = 0.3
 
 
@@ -845,31 +876,31 @@ def take_sample(
     """
     records: list[ImageRecord] = []
     rows: list[np.ndarray] = []
-    for record in spread(dataset.records):
+    for record in spread_evenly(dataset.records):
         if len(records) >= count:
             break
         try:
             image_HW3 = read_record(record, dataset.opener)
         except DataError:
             continue
-        rows.append(_rows_of(len(records), predict, image_HW3, spec))
+        rows.append(_detect_rows(len(records), predict, image_HW3, spec))
         records.append(record)
-    taken = replace(dataset, records=records, unreadable={}, duplicates={})
-    if all(record.crowd_M.all() for record in records):  # also of no objects, or no images
+    sampled = replace(dataset, records=records, unreadable={}, duplicates={})
+    if all(record.crowd_M.all() for record in records):  # also True without objects, or images
         return None
-    return Sample(taken, _precision(taken, rows))
+    return Sample(sampled, _precision(sampled, rows))
 
 
-def precision_on(sample: Sample, predict: Predictor, spec: InferenceSpec) -> float:
-    """mAP of another form of the model on the same images."""
+def measure_precision(sample: Sample, predict: Predictor, spec: InferenceSpec) -> float:
+    """Measures the mAP of another form of the model on the same images."""
     rows = [
-        _rows_of(place, predict, read_record(record, sample.dataset.opener), spec)
-        for place, record in enumerate(sample.dataset.records)
+        _detect_rows(index, predict, read_record(record, sample.dataset.opener), spec)
+        for index, record in enumerate(sample.dataset.records)
     ]
     return _precision(sample.dataset, rows)
 
 
-def with_accuracy(
+def add_accuracy(
     directory: Path,
     spec: InferenceSpec,
     sample: Sample,
@@ -879,7 +910,7 @@ def with_accuracy(
 
     Args:
         directory: holds the files that the spec names.
-        needs_openvino: False: what fails in OpenVINO is left out of the spec.
+        needs_openvino: False: leave out of the spec what fails in OpenVINO.
     """
     options = {
         "onnx_int8": RuntimeOptions(backend="onnx", precision="int8"),
@@ -892,25 +923,25 @@ def with_accuracy(
         if section is None:
             continue
         changed[name] = None
-        with _openvino_wanted(needs_openvino or not name.startswith("openvino"), refused, name):
+        with _openvino_required(needs_openvino or not name.startswith("openvino"), refused, name):
             predict = ExportedPredictor(directory, options[name], spec)
-            reached = precision_on(sample, predict, spec)
+            mAP = measure_precision(sample, predict, spec)
             count = len(sample.dataset.records)
-            found = SampleSection(images=count, mAP_eager=sample.mAP, mAP=reached)
-            changed[name] = section.model_copy(update={"sample": found})
+            sample_section = SampleSection(images=count, mAP_eager=sample.mAP, mAP=mAP)
+            changed[name] = section.model_copy(update={"sample": sample_section})
     return spec.model_copy(update={**changed, "refused": refused})
 
 
-def _rows_of(
-    place: int, predict: Predictor, image_HW3: np.ndarray, spec: InferenceSpec
+def _detect_rows(
+    index: int, predict: Predictor, image_HW3: np.ndarray, spec: InferenceSpec
 ) -> np.ndarray:
-    """The detections of one image as float32 [R, 7].
+    """Detects the objects of one image, float32 [R, 7].
 
-    (index of the image, class, score, x1, y1, x2, y2), pixels of the image.
+    A row is (index of the image, class, score, x1, y1, x2, y2), in pixels of the image.
     """
-    assert spec.resize.mode != "centre_crop"  # of classifiers
+    assert spec.resize.mode != "centre_crop"  # only classifiers have it
     rows_R6 = detect(predict, image_HW3, spec.input.size, spec.resize.mode)
-    return np.concatenate([np.full((len(rows_R6), 1), place, np.float32), rows_R6], axis=1)
+    return np.concatenate([np.full((len(rows_R6), 1), index, np.float32), rows_R6], axis=1)
 
 
 def _precision(dataset: DetectionSet, rows: list[np.ndarray]) -> float:

@@ -3,10 +3,10 @@
     scores, boxes -> best `candidates` of each class -> ONNX NonMaxSuppression -> scores, boxes
     scores, boxes -> best `keep` of each image -> rows, count
 
-(the second line alone without an iou_threshold).  Written with ONNX's own operators: the
-converter's translation of Paddle's suppression keeps other boxes and does not take more than one
-image.  Only those are used that TensorRT's parser lists (docs/deploy.md, Which runtime reads which
-file), so no Compress, and no TopK over all images, whose length is not known before.
+(without an iou_threshold only the second line).  It is written with ONNX's own operators: the
+converter's translation of Paddle's suppression keeps other boxes and takes only one image.  Only
+those are used that TensorRT's parser lists (docs/deploy.md, Which runtime reads which file), so no
+Compress, and no TopK over all images, whose length is not known before.
 
     model.onnx + calibration pictures -> ranges of the activations -> model_int8.onnx
 
@@ -44,7 +44,10 @@ class _Builder:
     """An ONNX graph to which nodes are added one after the other."""
 
     def __init__(self, graph: "onnx.GraphProto", prefix: str = "nms") -> None:
-        """Args: prefix: of all names here; unique per graph in a file."""
+        """Wraps a graph.
+
+        Args: prefix: of all names here; unique per graph in a file.
+        """
         self.graph, self.prefix = graph, prefix
 
     def add(self, operator: str, *inputs: str, outputs: int = 1, **attributes: Any) -> str:
@@ -67,20 +70,23 @@ class _Builder:
         return name
 
     def cast(self, name: str, kind: str) -> str:
-        """Args: kind: as onnx.TensorProto names it."""
+        """Appends a cast; returns the name of its output.
+
+        Args: kind: as onnx.TensorProto names it.
+        """
         from onnx import TensorProto
 
         return self.add("Cast", name, to=TensorProto.DataType.Value(kind))
 
     def zeros(self, shape: str) -> str:
-        """Float32 zeros of a shape that the graph computes."""
+        """Appends float32 zeros of a shape that the graph computes; returns their name."""
         from onnx import numpy_helper
 
         value = numpy_helper.from_array(np.zeros(1, np.float32))
         return self.add("ConstantOfShape", shape, value=value)
 
-    def returning(self, name: str) -> "onnx.GraphProto":
-        """The graph, with one float32 output."""
+    def finish(self, name: str) -> "onnx.GraphProto":
+        """Returns the graph, with this float32 value as its one output."""
         from onnx import TensorProto, helper
 
         self.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
@@ -88,9 +94,9 @@ class _Builder:
 
 
 def sign(file: Path, texts: Mapping[str, str]) -> None:
-    """Names ppdist as the producer, and sets entries of `metadata_props`.
+    """Names ppdist as the producer of an ONNX file, and sets entries of its `metadata_props`.
 
-    Other entries stay.  Shapes that a tool noted between nodes go; runtimes find their own.
+    Other entries stay.  Recorded shapes between nodes are deleted; runtimes infer their own.
     """
     import onnx
     from onnx import helper
@@ -98,12 +104,12 @@ def sign(file: Path, texts: Mapping[str, str]) -> None:
     model = onnx.load(str(file))
     model.producer_name, model.producer_version = "ppdist", ppdist.__version__
     del model.graph.value_info[:]
-    there = {entry.key: entry.value for entry in model.metadata_props}
-    helper.set_model_props(model, {**there, **texts})
+    entries = {entry.key: entry.value for entry in model.metadata_props}
+    helper.set_model_props(model, {**entries, **texts})
     onnx.save(model, str(file))
 
 
-# What the axes are called that have no fixed size.
+# Names of the axes that have no fixed size.
 INPUT_AXES = ("batch", "channels", "height", "width")
 OUTPUT_AXES = ("batch", "predictions")
 
@@ -116,7 +122,7 @@ def name_axes(value: "onnx.ValueInfoProto", names: Sequence[str]) -> None:
 
 
 def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
-    """Writes a copy of an ONNX model ending with NMS or top-k.
+    """Writes a copy of an ONNX model that ends with NMS or top-k.
 
     Args:
         raw: the first two outputs are scores_BNC and boxes_BN4.
@@ -133,7 +139,7 @@ def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
         scores = _best_class_only(graph, scores)
     scores = graph.add("Transpose", scores, perm=[0, 2, 1])
     if nms.iou_threshold is not None:
-        scores = _suppressed(graph, scores, boxes, nms, nms.iou_threshold)
+        scores = _append_suppression(graph, scores, boxes, nms, nms.iou_threshold)
     _append_best(graph, scores, boxes, nms)
     batch = model.graph.input[0].type.tensor_type.shape.dim[0]
     del model.graph.output[:]
@@ -158,17 +164,19 @@ def _append_best(graph: _Builder, scores_BCN: str, boxes_BN4: str, nms: NMSConfi
 
     flat_BX = graph.add("Flatten", scores_BCN, axis=1)
     size = graph.add("Gather", graph.add("Shape", flat_BX), graph.constant([1]))
-    most = graph.add("Min", size, graph.constant([nms.keep]))
-    score_BK, index_BK = graph.add_all("TopK", flat_BX, most, outputs=2, axis=1)
+    limit = graph.add("Min", size, graph.constant([nms.keep]))
+    score_BK, index_BK = graph.add_all("TopK", flat_BX, limit, outputs=2, axis=1)
     predictions = graph.add("Gather", graph.add("Shape", scores_BCN), graph.constant(2))
     label_BK = graph.cast(graph.add("Div", index_BK, predictions), "FLOAT")
-    last = graph.constant([2])
-    place_BK1 = graph.add("Unsqueeze", graph.add("Mod", index_BK, predictions), last)
+    last_axis = graph.constant([2])
+    place_BK1 = graph.add("Unsqueeze", graph.add("Mod", index_BK, predictions), last_axis)
     box_BK4 = graph.add("GatherND", boxes_BN4, place_BK1, batch_dims=1)
-    columns = [graph.add("Unsqueeze", each, last) for each in (label_BK, score_BK)]
+    columns = [graph.add("Unsqueeze", column, last_axis) for column in (label_BK, score_BK)]
     rows_BK6 = graph.add("Concat", *columns, box_BK4, axis=2)
     passes_BK = graph.add("Greater", score_BK, graph.constant(nms.score_threshold, np.float32))
-    passes_BK = graph.cast(passes_BK, "FLOAT")  # not every runtime finds or counts booleans
+    passes_BK = graph.cast(
+        passes_BK, "FLOAT"
+    )  # not every runtime has NonZero or ReduceSum of booleans
     rows_M6 = graph.add("Reshape", rows_BK6, graph.constant([-1, 6]))
     passes_M = graph.add("Reshape", passes_BK, graph.constant([-1]))
     place_R = graph.add("Squeeze", graph.add("NonZero", passes_M), graph.constant([0]))
@@ -178,21 +186,20 @@ def _append_best(graph: _Builder, scores_BCN: str, boxes_BN4: str, nms: NMSConfi
     graph.graph.node.extend([rows, count])
 
 
-def _suppressed(
+def _append_suppression(
     graph: _Builder, scores_BCN: str, boxes_BN4: str, nms: NMSConfig, iou_threshold: float
 ) -> str:
-    """scores_BCN, zero where ONNX's own suppression drops the box."""
+    """Appends ONNX's own suppression; scores_BCN become zero where it drops the box."""
     best_BCN = _best_candidates(graph, scores_BCN, nms)
-    # (image, class, prediction) of each box kept.  No class can leave more than all of them
-    # together may.
+    # (image, class, prediction) of each box kept.  No class can keep more boxes than an image may.
     kept_M3 = graph.add(
         "NonMaxSuppression", boxes_BN4, best_BCN, graph.constant([nms.keep]),
         graph.constant([iou_threshold], np.float32),
         graph.constant([nms.score_threshold], np.float32),
     )  # fmt: skip
     score_M = graph.add("GatherND", best_BCN, kept_M3)
-    nothing_BCN = graph.zeros(graph.add("Shape", scores_BCN))
-    return graph.add("ScatterND", nothing_BCN, kept_M3, score_M)
+    zeros_BCN = graph.zeros(graph.add("Shape", scores_BCN))
+    return graph.add("ScatterND", zeros_BCN, kept_M3, score_M)
 
 
 def _best_class_only(graph: _Builder, scores_BNC: str) -> str:
@@ -208,40 +215,40 @@ def _best_class_only(graph: _Builder, scores_BNC: str) -> str:
 
 
 def _best_candidates(graph: _Builder, scores_BCN: str, nms: NMSConfig) -> str:
-    """scores_BCN with only the best `candidates` of each class and image.
+    """Zeroes all scores_BCN but the best `candidates` of each class and image.
 
-    All others are zero.  Scores are sorted only if more than that pass the threshold, which is
-    rare; sorting takes longer than everything else here.
+    Scores are sorted only if more than that pass the threshold, which is rare; sorting takes longer
+    than everything else here.
     """
     threshold = graph.constant(nms.score_threshold, np.float32)
     passes_BCN = graph.cast(graph.add("Greater", scores_BCN, threshold), "FLOAT")
     passing_BC = graph.add("ReduceSum", passes_BCN, graph.constant([2]), keepdims=0)
-    most = graph.add("ReduceMax", passing_BC, keepdims=0)
-    too_many = graph.add("Greater", most, graph.constant(nms.candidates, np.float32))
+    max_count = graph.add("ReduceMax", passing_BC, keepdims=0)
+    too_many = graph.add("Greater", max_count, graph.constant(nms.candidates, np.float32))
     return graph.add(
         "If", too_many,
-        then_branch=_sorted_candidates(scores_BCN, nms.candidates),
-        else_branch=_all_candidates(scores_BCN),
+        then_branch=_keep_best_graph(scores_BCN, nms.candidates),
+        else_branch=_identity_graph(scores_BCN),
     )  # fmt: skip
 
 
-def _sorted_candidates(scores_BCN: str, candidates: int) -> "onnx.GraphProto":
+def _keep_best_graph(scores_BCN: str, candidates: int) -> "onnx.GraphProto":
     import onnx
 
     graph = _Builder(onnx.GraphProto(name="nms_sorted"), "nms_sorted")
     shape = graph.add("Shape", scores_BCN)
     size = graph.add("Gather", shape, graph.constant([2]))
-    most = graph.add("Min", size, graph.constant([candidates]))
-    values, places = graph.add_all("TopK", scores_BCN, most, outputs=2, axis=2)
-    nothing = graph.zeros(shape)
-    return graph.returning(graph.add("ScatterElements", nothing, places, values, axis=2))
+    limit = graph.add("Min", size, graph.constant([candidates]))
+    values, places = graph.add_all("TopK", scores_BCN, limit, outputs=2, axis=2)
+    zeros = graph.zeros(shape)
+    return graph.finish(graph.add("ScatterElements", zeros, places, values, axis=2))
 
 
-def _all_candidates(scores_BCN: str) -> "onnx.GraphProto":
+def _identity_graph(scores_BCN: str) -> "onnx.GraphProto":
     import onnx
 
     graph = _Builder(onnx.GraphProto(name="nms_all"), "nms_all")
-    return graph.returning(graph.add("Identity", scores_BCN))
+    return graph.finish(graph.add("Identity", scores_BCN))
 
 
 def quantize_onnx(
@@ -255,7 +262,7 @@ def quantize_onnx(
     Args:
         source: a float32 model with one input, images_B3HW.
         pictures: float32 RGB [3, H, W], 0..255, of the training split; each is read once.
-        spec: how the input takes them.
+        spec: describes the input.
     Raises: ExportError: ONNX Runtime cannot calibrate or quantise this model.
     """
     import onnx
@@ -263,7 +270,7 @@ def quantize_onnx(
 
     kinds = quantization.QuantType
     try:
-        with tempfile.TemporaryDirectory(prefix="ppdist-int8-") as folder, _quietly():
+        with tempfile.TemporaryDirectory(prefix="ppdist-int8-") as folder, _silence_hints():
             model = onnx.load(source)
             _name_nodes(model.graph)
             named = Path(folder) / "named.onnx"
@@ -279,38 +286,38 @@ def quantize_onnx(
                 activation_type=kinds.QUInt8,
                 weight_type=kinds.QInt8,
                 calibrate_method=quantization.CalibrationMethod.MinMax,
-                # One picture at a time: all activations of all pictures would not fit in memory.
+                # One picture at a time: the activations of all pictures would not fit in memory.
                 extra_options={"CalibStridedMinMax": 1},
             )
     except UserError:  # a picture
         raise
-    except Exception as error:  # its exceptions have no narrower common base
+    except Exception as error:  # ONNX Runtime's exceptions have no narrower common base
         raise ExportError(
             f"ONNX Runtime cannot quantise this model: {error}", code="quantise_failed"
         ) from error
 
 
 def last_convolutions(graph: "onnx.GraphProto") -> list[str]:
-    """Names of the convolutions that no other one depends on."""
-    ahead: set[str] = set()  # values that some later convolution depends on
+    """Finds the names of the convolutions that no other one depends on."""
+    needed: set[str] = set()  # values that some later convolution depends on
     names = []
     for node in reversed(graph.node):  # ONNX lists a node after those it depends on
-        before = any(output in ahead for output in node.output)
-        if node.op_type == "Conv" and not before:
+        is_needed = any(output in needed for output in node.output)
+        if node.op_type == "Conv" and not is_needed:
             names.append(node.name)
-        if node.op_type == "Conv" or before:
-            ahead.update(node.input)
+        if node.op_type == "Conv" or is_needed:
+            needed.update(node.input)
     return names
 
 
 def _name_nodes(graph: "onnx.GraphProto") -> None:
     """Gives every node a unique name, by which quantisation can exclude nodes."""
-    for place, node in enumerate(graph.node):
-        node.name = f"{node.op_type}_{place}"
+    for index, node in enumerate(graph.node):
+        node.name = f"{node.op_type}_{index}"
 
 
 class _Reader:
-    """Feeds the pictures one by one to ONNX Runtime's calibration."""
+    """The reader that feeds pictures one by one to ONNX Runtime's calibration."""
 
     def __init__(
         self, input_name: str, pictures: Sequence[np.ndarray], spec: InferenceSpec
@@ -322,17 +329,17 @@ class _Reader:
         return len(self._pictures)
 
     def set_range(self, start_index: int, end_index: int) -> None:
-        self._left = iter(range(start_index, end_index))
+        self._indices = iter(range(start_index, end_index))
 
     def get_next(self) -> dict[str, np.ndarray] | None:
-        place = next(self._left, None)
-        if place is None:
+        index = next(self._indices, None)
+        if index is None:
             return None
-        return {self._name: graph_input(self._pictures[place][None], self._spec)}
+        return {self._name: graph_input(self._pictures[index][None], self._spec)}
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _silence_hints() -> Iterator[None]:
     """Silences hints of ONNX Runtime's quantisation that users cannot act on."""
     import onnxruntime
 

@@ -1,11 +1,11 @@
-"""Predictors: eager and exported models on images.
+"""Runs eager and exported models on images.
 
-    outputs = graph(images_B3HW)                          open_graph
-    rows_R6, ... = predict(images_B3HW)                   EagerPredictor, ExportedPredictor
-    rows_R6 = detect(predict, image_HW3, size)            an image of any size, boxes in its pixels
+outputs = graph(images_B3HW)                          open_graph
+rows_R6, ... = predict(images_B3HW)                   EagerPredictor, ExportedPredictor
+rows_R6 = detect(predict, image_HW3, size)            an image of any size, boxes in its pixels
 
-ppdist/predict/ puts files, videos and cameras through them.
-docs/dev/performance.md says what each option of the runtimes brought.
+ppdist/predict/ runs them on files, videos and cameras.  docs/dev/performance.md has what each
+option of the runtimes gained.
 """
 
 import logging
@@ -46,7 +46,7 @@ def open_graph(files: Sequence[Path], options: RuntimeOptions) -> Graph:
 
     Raises: ExportError: the runtime is not installed, lacks the device, or rejects the files.
     """
-    backend, half = options.backend, options.precision == "bfloat16"
+    backend, is_bfloat16 = options.backend, options.precision == "bfloat16"
     try:
         if backend == "paddle":
             return PaddleGraph(
@@ -57,17 +57,17 @@ def open_graph(files: Sequence[Path], options: RuntimeOptions) -> Graph:
                 precision=options.precision,
             )
         if backend == "openvino":
-            graph = OpenVinoGraph(files[0], options.threads, half)
-            if half and not has_bfloat16():
+            graph = OpenVinoGraph(files[0], options.threads, is_bfloat16)
+            if is_bfloat16 and not has_bfloat16():
                 _LOGGER.warning("this processor has no bfloat16: OpenVINO computes in float32")
             return graph
         import onnxruntime
 
         providers = onnx_providers(options.device)
-        wanted, there = providers[0], onnxruntime.get_available_providers()
-        if wanted not in there:
+        provider, available = providers[0], onnxruntime.get_available_providers()
+        if provider not in available:
             raise ExportError(
-                f"this ONNX Runtime has no {wanted}, only {', '.join(there)}",
+                f"this ONNX Runtime has no {provider}, only {', '.join(available)}",
                 code="package_build",
                 fix="for a card, install onnxruntime-gpu in place of onnxruntime",
             )
@@ -88,7 +88,7 @@ def open_graph(files: Sequence[Path], options: RuntimeOptions) -> Graph:
 
 
 class Predictor(Protocol):
-    """Images in, kept boxes out."""
+    """A detector as a function: images in, kept boxes out."""
 
     def __call__(self, images_B3HW: np.ndarray) -> list[np.ndarray]:
         """Predicts the rows_R6 (class, score, xyxy in input pixels) of each image.
@@ -98,7 +98,7 @@ class Predictor(Protocol):
 
 
 class EagerPredictor:
-    """The dygraph model as it stands; it is put into eval mode."""
+    """A dygraph model as it stands; it is put into eval mode."""
 
     def __init__(self, model: Detector, nms: NMSConfig) -> None:
         self.model, self.nms = model, nms
@@ -111,13 +111,13 @@ class EagerPredictor:
 
 
 class ExportedPredictor:
-    """An exported detector.
+    """An exported detector in one of its runtimes.
 
     Args:
         directory: holds infer.yml and the files it names.
-        options: the runtime, and so which of the files; how it runs.
+        options: the runtime, which decides about the file, and how it runs.
         spec: the description of the files; None: infer.yml.
-    Raises: ExportError: no exported model there, of another task, or not that of these options.
+    Raises: ExportError: there is no exported model, or of another task, or none for these options.
     """
 
     def __init__(
@@ -151,15 +151,15 @@ def open_exported(
     """Opens the file of an export that runs with these options.
 
     Args: spec: the description of the export.
-    Returns: the description of that file, and its loaded graph.
+    Returns: the file's description, and its loaded graph.
     Raises: ExportError: it is not there, or the runtime refuses it.
     """
-    int8 = options.precision == "int8"
+    is_int8 = options.precision == "int8"
     form, name, remedy = {
         "paddle": (spec.paddle, "Paddle", "--format paddle"),
         "onnx": (spec.onnx, "ONNX", "--format onnx"),
         "onnx_int8": (spec.onnx_int8, "int8 ONNX", "--format onnx --int8"),
-    }["paddle" if options.backend == "paddle" else "onnx_int8" if int8 else "onnx"]
+    }["paddle" if options.backend == "paddle" else "onnx_int8" if is_int8 else "onnx"]
     if form is None:
         raise ExportError(
             f"holds no {name} model",
@@ -168,23 +168,23 @@ def open_exported(
             fix=f"export with {remedy}",
         )
     files = [directory / name for name in form.files]
-    for each in files:
-        if not each.is_file():
+    for file in files:
+        if not file.is_file():
             raise ExportError(
                 f"this file, which {SPEC_FILE} lists, is missing",
                 code="export_incomplete",
-                where=str(each),
+                where=str(file),
                 fix="export again",
             )
         try:
-            require_described(each, spec.sha256)
+            require_described(file, spec.sha256)
         except PredictorError as error:
             raise ExportError(str(error), code="export_altered") from error
     return form, open_graph(files, options)
 
 
 def graph_input(images_B3HW: np.ndarray, spec: InferenceSpec) -> np.ndarray:
-    """Images as graph input: 0..255, or normalised if infer.yml says so."""
+    """Converts images to graph input: 0..255, or normalised if infer.yml says so."""
     if spec.input.normalised is None:
         return images_B3HW
     mean, std = spec.input.normalised.mean, spec.input.normalised.std
@@ -195,13 +195,13 @@ def graph_input(images_B3HW: np.ndarray, spec: InferenceSpec) -> np.ndarray:
 def suppress(
     scores_BNC: paddle.Tensor, boxes_BN4: paddle.Tensor, nms: NMSConfig
 ) -> list[np.ndarray]:
-    """Non-maximum suppression; per image rows_R6 (class, score, x1, y1, x2, y2)."""
+    """Applies non-maximum suppression; returns rows_R6 (class, score, x1, y1, x2, y2) per image."""
     rows_R6, count_B = multiclass_nms(scores_BNC, boxes_BN4, nms)
     return split_rows(rows_R6.numpy(), count_B.numpy())
 
 
 def split_rows(rows_R6: np.ndarray, count_B: np.ndarray) -> list[np.ndarray]:
-    """The rows of a batch, image by image."""
+    """Splits the rows of a batch by image."""
     return np.split(rows_R6.reshape(-1, 6), np.cumsum(count_B)[:-1])
 
 
@@ -214,12 +214,12 @@ def detect(
     size: tuple[int, int],
     resize: Resize = "stretch",
 ) -> np.ndarray:
-    """Objects in one image.
+    """Detects the objects in one image.
 
     Args:
         image_HW3: uint8 RGB, any size.
-        size: height and width the model gets.
-        resize: how the image is brought to it (`resize.mode` of infer.yml).
+        size: height and width of the model's input.
+        resize: how the image becomes that size (`resize.mode` of infer.yml).
     Returns: rows_R6 (class, score, x1, y1, x2, y2), pixels of the image, inside it, best first.
     """
     rows_R6 = predict(prepare(image_HW3, size, resize)[None])[0].copy()

@@ -1,9 +1,9 @@
-"""infer.yml: all that a program needs to use an exported model.
+"""infer.yml: the description with everything that a program needs to use an exported model.
 
-It accompanies every exported model and is the only source of its pre- and post-processing; the
-same description is made from a config when the eager model predicts, so both roads resize,
-threshold and map back alike.  Its text is JSON, which is YAML, too: a program that deploys the
-model needs no YAML reader.
+It accompanies every exported model and is the only source of its pre- and post-processing.  When
+the eager model predicts, the same description is made from a config, so both resize, threshold and
+map back alike.  Its text is JSON, which is also YAML: a program that deploys the model needs no
+YAML reader.
 """
 
 import json
@@ -37,7 +37,7 @@ SPEC_FILE = "infer.yml"
 
 
 class InputSection(Section):
-    """The one input: raw pixels, unless `normalised` says otherwise."""
+    """The one input: raw pixels, unless `normalised` is set."""
 
     name: str = Field(default="images", description="Name of the input.")
     dtype: Literal["float32"] = Field(default="float32", description="Type of its numbers.")
@@ -60,7 +60,7 @@ class InputSection(Section):
 
 
 class OutputSection(Section):
-    """One output of one of the files."""
+    """An output of one of the files."""
 
     name: str = Field(description="Name in the file.")
     shape: str = Field(description="Its axes: B images, N predictions, C classes, R rows kept.")
@@ -68,7 +68,7 @@ class OutputSection(Section):
 
 
 class LineageSection(Section):
-    """Where an exported model comes from."""
+    """The origin of an exported model."""
 
     weights: str = Field(
         description="SHA-256 of the weight file; of a checkpoint that of its manifest.json, which "
@@ -82,7 +82,7 @@ class LineageSection(Section):
 
 
 class SampleSection(Section):
-    """COCO mAP of model and exported file on the same validation images."""
+    """The COCO mAP of model and exported file on the same validation images."""
 
     images: int = Field(description="How many, spread over the validation set.")
     mAP_eager: float = Field(description="Of the model before export.")
@@ -90,7 +90,7 @@ class SampleSection(Section):
 
 
 class ModelFileSection(Section):
-    """One exported form of the model."""
+    """An exported form of the model."""
 
     files: tuple[str, ...] = Field(description="File names beside infer.yml.")
     nms_in_graph: bool = Field(
@@ -109,7 +109,7 @@ class ModelFileSection(Section):
 
 
 class InferenceSpec(Section):
-    """Content of infer.yml: everything a program needs to use the exported model."""
+    """The content of infer.yml: everything a program needs to use the exported model."""
 
     version: Literal[1] = Field(default=1, description="Version of this description.")
     task: Literal["detect", "classify"] = Field(
@@ -177,10 +177,15 @@ class InferenceSpec(Section):
     )
 
     def file_names(self) -> set[str]:
-        """Every file that exports wrote to its folder, infer.yml itself included."""
-        written = [part.files for part in (self.paddle, self.onnx, self.onnx_int8) if part]
+        """Returns every file that exports wrote to its folder, including infer.yml."""
+        file_lists = [part.files for part in (self.paddle, self.onnx, self.onnx_int8) if part]
         config = {"config.pbtxt"} if self.layout == "triton" else set()
-        return {SPEC_FILE, *config, *self.earlier, *(name for names in written for name in names)}
+        return {
+            SPEC_FILE,
+            *config,
+            *self.earlier,
+            *(name for names in file_lists for name in names),
+        }
 
     @model_validator(mode="after")
     def _detection_has_thresholds(self) -> "InferenceSpec":
@@ -192,48 +197,48 @@ class InferenceSpec(Section):
 def validation_set(
     config: "ExperimentConfig", warn: Callable[[str], None], card: ModelCard | None = None
 ) -> DetectionSet | None:
-    """The validation set with the class names; None if it is absent.
+    """Reads the validation set with the class names; None if it is absent.
 
-    A warning reports it.  The annotations are enough: images may be absent.
+    A warning reports an absent set.  Images may be absent: the annotations are enough.
 
-    Args: card: of the weights, see `describe`; the warning says what then comes from it.
+    Args: card: of the weights, see `describe`; the warning names what comes from it instead.
     """
     data, count = config.data, config.model.num_classes
     try:
         return read_annotations(data, "val", count)
-    except (UserError, StorageError) as error:  # the second: without the network of a store
-        named = "are made up (class 0, ...)"
+    except (UserError, StorageError) as error:  # StorageError: a store without network
+        origin = "are made up (class 0, ...)"
         if data.class_names:
-            named = "are those of data.class_names"
+            origin = "are those of data.class_names"
         elif card is not None and len(card.class_names) == count:
-            named = "are those of the model card"
+            origin = "are those of the model card"
         ids = ", category ids are made up (1, 2, ...)" if data.format == "coco" else ""
         if card is not None and len(card.category_ids) == count:
             ids = ids if data.class_names not in ((), card.class_names) else ""
-        warn(f"class names {named}{ids}: the validation set cannot be read: {error}")
+        warn(f"class names {origin}{ids}: the validation set cannot be read: {error}")
         return None
 
 
 def describe(
     config: "ExperimentConfig", dataset: DetectionSet | None, card: ModelCard | None = None
 ) -> InferenceSpec:
-    """The InferenceSpec of an experiment's model as evaluated, before any export.
+    """Makes the InferenceSpec of an experiment's model as evaluated, before any export.
 
     Args:
-        dataset: gives class names and ids; None: what the config or else the card names, and the
-            card's ids, or 1, 2, ... (classes of whole images: 0, 1, ...).
+        dataset: gives class names and ids; None: the names are those of the config, else the card,
+            and the ids those of the card, else 1, 2, ... (classes of whole images: 0, 1, ...).
         card: of the weights; also gives licence and source.
     Raises: ConfigError: data.class_names does not name every class of the model.
     """
-    given = len(config.data.class_names)
-    if given and given != config.model.num_classes:
+    name_count = len(config.data.class_names)
+    if name_count and name_count != config.model.num_classes:
         raise ConfigError(
-            f"data.class_names has {given} names but model.num_classes is "
+            f"data.class_names has {name_count} names but model.num_classes is "
             f"{config.model.num_classes}",
             code="class_names_count",
             fix="give a name for each class of the model",
         )
-    shown = config.model.model_dump(exclude_none=True, exclude={"pretrained", "image_size"})
+    model_keys = config.model.model_dump(exclude_none=True, exclude={"pretrained", "image_size"})
     count = config.model.num_classes
     card = card or ModelCard()
     names = config.data.class_names
@@ -246,7 +251,7 @@ def describe(
         ids = card.category_ids
     return InferenceSpec(
         task=task,
-        model=", ".join(f"{key}: {value}" for key, value in shown.items()),
+        model=", ".join(f"{key}: {value}" for key, value in model_keys.items()),
         input=InputSection(size=config.model.image_size),
         resize=resize_section(config.data.resize, task),
         nms=config.suppression if task == "detect" else None,
@@ -259,8 +264,8 @@ def describe(
     )
 
 
-def card_of_spec(spec: InferenceSpec) -> ModelCard:
-    """The model card of an export."""
+def make_card(spec: InferenceSpec) -> ModelCard:
+    """Makes the model card of an export."""
     shared = {key: value for key, value in spec if key in ModelCard.model_fields}
     return ModelCard(
         **{
@@ -274,7 +279,10 @@ def card_of_spec(spec: InferenceSpec) -> ModelCard:
 
 
 def read_spec(directory: Path) -> InferenceSpec:
-    """Reads DIR/infer.yml.  Raises: ExportError: no exported model there; ConfigError: bad file."""
+    """Reads DIR/infer.yml.
+
+    Raises: ExportError: there is no exported model.  ConfigError: the file is invalid.
+    """
     file = directory / SPEC_FILE
     if not file.is_file():
         raise ExportError(
@@ -294,7 +302,8 @@ def write_spec(directory: Path, spec: InferenceSpec) -> None:
     (directory / SPEC_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-# 1e-05, at the end of a line and so in no string: YAML 1.1 takes a number without a dot for text.
+# A number such as 1e-05 at the end of a line, so not in a string: YAML 1.1 reads it as text without
+# a dot.
 _DOTLESS_FLOAT = re.compile(r"((?:^|: ) *-?\d+)(e[-+]?\d+,?)$", re.MULTILINE)
 # Allowed in a JSON string, but not printable or a line break in YAML; escaped in both.
 _NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]")

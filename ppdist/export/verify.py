@@ -2,8 +2,8 @@
 
 The raw outputs are compared number by number.  After a non-maximum suppression that is not
 possible: one rounding can decide which of two equal boxes stays.  So the suppressed rows are
-compared with those that the same suppression keeps of raw outputs, row by row, and a row may be
-missing on one side only where rounding decides about it.
+compared with the rows that the same suppression keeps of the raw outputs, and a row may be missing
+on one side only where rounding decides about it.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ from ppdist.models.base import Detector, ImageModel
 from ppdist.runtime.predictor import Graph
 
 SCORE_TOLERANCE = 1e-4
-BOX_TOLERANCE = 0.05  # pixels, of a box with sides up to
-_LARGE_BOX = 500.0  # pixels; of a larger one in proportion
-_SCORE_TIE = 2 * SCORE_TOLERANCE  # of two scores, each off by the tolerance
+BOX_TOLERANCE = 0.05  # pixels, for a box with sides up to
+_LARGE_BOX = 500.0  # pixels; for a larger box in proportion
+_SCORE_TIE = 2 * SCORE_TOLERANCE  # difference of two scores, each off by the tolerance
 _IOU_TIE = 1e-3
 _MOST_QUERIES = 1000
-_MOVED = 1e-3  # of 255; ten times the rounding of a runtime
+_MOVED = 1e-3  # shift of a pixel (0..255); ten times the rounding of a runtime
 PLAIN = "Paddle Inference without oneDNN"
 _BACKENDS = (("Paddle Inference with oneDNN", True), (PLAIN, False))
 Raw = tuple[np.ndarray, ...]  # scores_BNC and boxes_BN4, or probabilities_BC alone
@@ -41,11 +41,11 @@ Raw = tuple[np.ndarray, ...]  # scores_BNC and boxes_BN4, or probabilities_BC al
 
 @dataclass(frozen=True)
 class Agreement:
-    """Largest differences from eager.
+    """The largest differences from eager.
 
-    score: 0..1; of a classifier the probability.
+    score: 0..1; the probability of a classifier.
     box: pixels, of a box with a side beyond _LARGE_BOX in proportion; None: a classifier.
-    boxes: how many were compared; ties: those that one side alone kept because of rounding.
+    boxes: number of boxes compared; ties: boxes that only one side kept because of rounding.
     """
 
     score: float
@@ -55,23 +55,23 @@ class Agreement:
     ties: int = 0
 
 
-def largest_of(found: Sequence[Agreement]) -> Agreement:
-    """Of all images, or batches of them."""
-    boxes = [each.box for each in found if each.box is not None]
+def merge_agreements(agreements: Sequence[Agreement]) -> Agreement:
+    """Returns the largest differences of all images or batches."""
+    boxes = [part.box for part in agreements if part.box is not None]
     return Agreement(
-        score=max(each.score for each in found),
+        score=max(part.score for part in agreements),
         box=max(boxes, default=None),
-        output_names=found[-1].output_names,
-        boxes=sum(each.boxes for each in found),
-        ties=sum(each.ties for each in found),
+        output_names=agreements[-1].output_names,
+        boxes=sum(part.boxes for part in agreements),
+        ties=sum(part.ties for part in agreements),
     )
 
 
 def check_images(description: InputSection, samples: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Batches_B3HW to compare on, float32 RGB 0..255.
+    """Makes the batches_B3HW to compare on, float32 RGB 0..255.
 
-    Generated pictures, other batch and image sizes where the graph leaves them free, and the given
-    samples.
+    They are generated pictures, also of other batch and image sizes where the graph leaves them
+    free, and the given samples.
     """
     height, width = description.size
     step = description.size_multiple
@@ -80,12 +80,12 @@ def check_images(description: InputSection, samples: Sequence[np.ndarray]) -> li
         sizes.append((2, height, width))
     if description.dynamic_size:
         sizes.append((1, height + step, max(step, width - step)))
-    batches = [_picture(*size) for size in sizes]
+    batches = [_draw_batch(*size) for size in sizes]
     return batches + [np.asarray(sample, np.float32)[None] for sample in samples]
 
 
-def _picture(batch: int, height: int, width: int) -> np.ndarray:
-    """Coloured rectangles on noise: edges, flat areas and saturated pixels."""
+def _draw_batch(batch: int, height: int, width: int) -> np.ndarray:
+    """Draws coloured rectangles on noise: edges, flat areas and saturated pixels."""
     rng = np.random.Generator(np.random.Philox(batch * 1_000_003 + height * 1009 + width))
     images = rng.integers(90, 160, (batch, 3, height, width))
     for image in images:
@@ -99,36 +99,40 @@ def _picture(batch: int, height: int, width: int) -> np.ndarray:
 
 @paddle.no_grad()
 def eager_outputs(model: ImageModel, images: Sequence[np.ndarray]) -> list[Raw]:
-    """What the model decodes of each of the batches_B3HW."""
+    """Returns what the model decodes of each batch_B3HW."""
     outputs = [model.predict(paddle.to_tensor(batch)) for batch in images]
     return [
-        tuple(part.numpy() for part in (found if isinstance(found, tuple) else (found,)))
-        for found in outputs
+        tuple(part.numpy() for part in (output if isinstance(output, tuple) else (output,)))
+        for output in outputs
     ]
 
 
-def decided(model: ImageModel, images: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The batches_B3HW in which rounding does not choose the queries.
+def decided_batches(model: ImageModel, images: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Selects the batches_B3HW in which rounding does not choose the queries.
 
-    It selects the best cells, and attention makes every query depend on which: where the last one
-    is as good as the next, rounding moves all outputs by more than a tolerance.  Such a batch moves
-    eager alike when its pixels move by far less than they are known to.  All batches, if that is
-    so of each, and of other models.
+    A query model selects the best cells, and attention makes every query depend on the selection.
+    Where the last selected cell is as good as the next one, rounding moves all outputs by more than
+    a tolerance.  Such a batch also moves eager's outputs when its pixels move by less than they are
+    known to.
+
+    Returns: all batches if every one is undecided, or if the model has no queries.
     """
     if not isinstance(model, Detector) or model.strides:
         return list(images)
-    rng, kept = np.random.default_rng(0), []
+    rng, decided = np.random.default_rng(0), []
     for batch in images:
         move = rng.uniform(-_MOVED, _MOVED, batch.shape).astype(np.float32)
-        true, *moved = eager_outputs(model, [batch, batch + move, batch - move])
-        found = largest_of([raw_differences(each, true, "eager") for each in moved])
-        if found.score <= SCORE_TOLERANCE and (found.box or 0.0) <= BOX_TOLERANCE:
-            kept.append(batch)
-    return kept or list(images)
+        expected, *moved = eager_outputs(model, [batch, batch + move, batch - move])
+        difference = merge_agreements(
+            [raw_differences(outputs, expected, "eager") for outputs in moved]
+        )
+        if difference.score <= SCORE_TOLERANCE and (difference.box or 0.0) <= BOX_TOLERANCE:
+            decided.append(batch)
+    return decided or list(images)
 
 
 def load_graphs(directory: Path) -> dict[str, Graph]:
-    """directory/model.json in Paddle Inference, by backend: with and without oneDNN.
+    """Loads directory/model.json in Paddle Inference, by backend: with and without oneDNN.
 
     Raises: ExportError: Paddle cannot load it.
     """
@@ -140,7 +144,7 @@ def load_graphs(directory: Path) -> dict[str, Graph]:
 
 
 def load_onnx(file: Path) -> dict[str, Graph]:
-    """As load_graphs, of an ONNX file."""
+    """Loads an ONNX file in ONNX Runtime, as load_graphs."""
     options = RuntimeOptions(backend="onnx", threads=_cores(), spinning=False)
     return {"ONNX Runtime": open_graph([file], options)}
 
@@ -149,69 +153,73 @@ def _cores() -> int:
     return max(1, int(available_cores()))
 
 
-class _Remembered:
+class _CachedGraph:
     """A graph that caches its outputs, for checks that share batches."""
 
     def __init__(self, graph: Graph) -> None:
-        self._graph, self._known = graph, list[tuple[np.ndarray, tuple[np.ndarray, ...]]]()
+        self._graph, self._cache = graph, list[tuple[np.ndarray, tuple[np.ndarray, ...]]]()
         self.output_names = graph.output_names
 
     def __call__(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
-        for batch, outputs in self._known:
+        for batch, outputs in self._cache:
             if batch is batch_B3HW:
                 return outputs
-        self._known.append((batch_B3HW, self._graph(batch_B3HW)))
-        return self._known[-1][1]
+        self._cache.append((batch_B3HW, self._graph(batch_B3HW)))
+        return self._cache[-1][1]
 
 
-def remembered(graphs: dict[str, Graph]) -> dict[str, Graph]:
-    """The same graphs, which compute each batch once."""
-    return {name: _Remembered(graph) for name, graph in graphs.items()}
+def cache_outputs(graphs: dict[str, Graph]) -> dict[str, Graph]:
+    """Wraps graphs so that they compute each batch once."""
+    return {name: _CachedGraph(graph) for name, graph in graphs.items()}
 
 
 def load_openvino(file: Path) -> dict[str, Graph]:
-    """As load_graphs, of an ONNX file in OpenVINO."""
+    """Loads an ONNX file in OpenVINO, as load_graphs."""
     return {"OpenVINO": open_graph([file], RuntimeOptions(backend="openvino"))}
 
 
 def compare_raw(
     graphs: dict[str, Graph], images: Sequence[np.ndarray], expected: Sequence[Raw]
 ) -> Agreement:
-    """A saved graph's outputs against eager's, on every backend.
+    """Compares a saved graph's outputs with eager's, on every backend.
 
     Raises: ExportError: a backend fails or differs by more than the tolerances.
     """
-    each = {name: measure_raw({name: graph}, images, expected) for name, graph in graphs.items()}
-    for backend, found in each.items():
-        if found.score <= SCORE_TOLERANCE and (found.box or 0.0) <= BOX_TOLERANCE:
+    differences = {
+        name: measure_raw({name: graph}, images, expected) for name, graph in graphs.items()
+    }
+    for backend, difference in differences.items():
+        if difference.score <= SCORE_TOLERANCE and (difference.box or 0.0) <= BOX_TOLERANCE:
             continue
-        what = "probabilities" if found.box is None else "scores"
-        differ = f"{what} by up to {found.score:.3g} (allowed {SCORE_TOLERANCE:g})"
-        if found.box is not None:
-            differ += f", boxes by up to {found.box:.3g} px (allowed {BOX_TOLERANCE:g})"
+        what = "probabilities" if difference.box is None else "scores"
+        description = f"{what} by up to {difference.score:.3g} (allowed {SCORE_TOLERANCE:g})"
+        if difference.box is not None:
+            description += f", boxes by up to {difference.box:.3g} px (allowed {BOX_TOLERANCE:g})"
         raise ExportError(
-            f"{backend} does not compute what the model computes, it differs in {differ}",
+            f"{backend} does not compute what the model computes, it differs in {description}",
             code="export_differs",
             fix="nothing was kept: export to another --format, or use the weights themselves: "
             "ppdist predict -w WEIGHTS",
         )
-    return largest_of(list(each.values()))
+    return merge_agreements(list(differences.values()))
 
 
 def measure_raw(
     graphs: dict[str, Graph], images: Sequence[np.ndarray], expected: Sequence[Raw]
 ) -> Agreement:
-    """As compare_raw, of a model in fewer bits, which no tolerance holds."""
-    found = []
+    """Measures the differences as compare_raw, but for a model in fewer bits, which has no
+    tolerance.
+    """
+    agreements = []
     for backend, graph in graphs.items():
-        for batch, true in zip(images, expected, strict=True):
-            agreement = raw_differences(_run(graph, batch, backend), true, backend)
-            found.append(replace(agreement, output_names=graph.output_names))
-    return largest_of(found)
+        for batch, expected_outputs in zip(images, expected, strict=True):
+            agreement = raw_differences(_run(graph, batch, backend), expected_outputs, backend)
+            agreements.append(replace(agreement, output_names=graph.output_names))
+    return merge_agreements(agreements)
 
 
-def compare_kept(
-    kept: dict[str, Graph],
+def compare_suppressed(
+    graphs: dict[str, Graph],
     raw: dict[str, Graph],
     images: Sequence[np.ndarray],
     nms: NMSConfig,
@@ -221,15 +229,15 @@ def compare_kept(
     Returns: names of the graph's outputs.
     Raises: ExportError: as compare_raw.
     """
-    for backend, graph in kept.items():
+    for backend, graph in graphs.items():
         for batch in images:
             outputs = _run(raw[backend], batch, backend)
-            kept_differences(_run(graph, batch, backend), outputs, nms, backend)
+            suppressed_differences(_run(graph, batch, backend), outputs, nms, backend)
     return graph.output_names
 
 
 def compare_rows(
-    kept: dict[str, Graph],
+    graphs: dict[str, Graph],
     images: Sequence[np.ndarray],
     expected: Sequence[Raw],
     nms: NMSConfig,
@@ -238,11 +246,11 @@ def compare_rows(
 
     Raises: ExportError: as compare_raw.
     """
-    return largest_of(
+    return merge_agreements(
         [
-            kept_differences(_run(graph, batch, backend), true, nms, backend)
-            for backend, graph in kept.items()
-            for batch, true in zip(images, expected, strict=True)
+            suppressed_differences(_run(graph, batch, backend), expected_outputs, nms, backend)
+            for backend, graph in graphs.items()
+            for batch, expected_outputs in zip(images, expected, strict=True)
         ]
     )
 
@@ -250,14 +258,14 @@ def compare_rows(
 def _run(graph: Graph, images_B3HW: np.ndarray, backend: str) -> tuple[np.ndarray, ...]:
     try:
         return graph(images_B3HW)
-    except Exception as error:  # those of ONNX Runtime share no narrower base
+    except Exception as error:  # ONNX Runtime's exceptions share no narrower base
         raise ExportError(
             f"{backend} cannot run the exported model: {error}", code="runtime_failed"
         ) from error
 
 
 def raw_differences(got: Raw, true: Raw, where: str) -> Agreement:
-    """Of the outputs for one batch.
+    """Measures the differences of the outputs for one batch.
 
     Raises: ExportError: another shape, or numbers that are not finite.
     """
@@ -268,41 +276,43 @@ def raw_differences(got: Raw, true: Raw, where: str) -> Agreement:
             code="export_differs",
         )
     if len(true) > 1:
-        got = _in_order(got, true)
+        got = _match_order(got, true)
     score = float(np.abs(got[0] - true[0]).max())
-    box = float(_apart(got[1], true[1]).max()) if len(true) > 1 else None
+    box = float(_box_distance(got[1], true[1]).max()) if len(true) > 1 else None
     if not np.isfinite([score, box or 0.0]).all():
         raise ExportError(f"{where} gives numbers that are not finite", code="export_differs")
     return Agreement(score, box, boxes=0 if box is None else true[1].shape[0] * true[1].shape[1])
 
 
-def _in_order(got: Raw, true: Raw) -> Raw:
-    """The predictions of `got` in the order of those of `true`.
+def _match_order(got: Raw, true: Raw) -> Raw:
+    """Reorders the predictions of `got` like those of `true`.
 
-    A model of queries gives the best cell's first, and rounding may decide which of two is better.
-    So predictions that are not in their place are looked for among the others that are not; the
-    nearest, each at most once.
+    A query model returns the best cell's prediction first, and rounding may decide which of two
+    cells is better.  So predictions that are out of place are matched with each other, the nearest
+    first, each at most once.
     """
-    found = [part.copy() for part in got]
-    for scores_NC, boxes_N4, true_NC, true_N4 in zip(*found, *true, strict=True):
+    ordered = [part.copy() for part in got]
+    for scores_NC, boxes_N4, true_NC, true_N4 in zip(*ordered, *true, strict=True):
         wrong_N = np.abs(scores_NC - true_NC).max(-1) > SCORE_TOLERANCE
-        wrong_N |= _apart(boxes_N4, true_N4) > BOX_TOLERANCE
-        (lost_L,) = np.nonzero(wrong_N)
-        if len(lost_L) > _MOST_QUERIES:
+        wrong_N |= _box_distance(boxes_N4, true_N4) > BOX_TOLERANCE
+        (misplaced_L,) = np.nonzero(wrong_N)
+        if len(misplaced_L) > _MOST_QUERIES:
             continue
-        score_LL = np.abs(scores_NC[lost_L] - true_NC[lost_L, None]).max(-1)
-        far_LL = score_LL / SCORE_TOLERANCE
-        far_LL += _apart(boxes_N4[lost_L], true_N4[lost_L, None]) / BOX_TOLERANCE
-        order_L = np.empty_like(lost_L)
-        for _ in lost_L:
-            place, other = np.unravel_index(far_LL.argmin(), far_LL.shape)
-            order_L[place] = lost_L[other]
-            far_LL[place], far_LL[:, other] = np.inf, np.inf
-        scores_NC[lost_L], boxes_N4[lost_L] = scores_NC[order_L], boxes_N4[order_L]
-    return found[0], found[1]
+        score_LL = np.abs(scores_NC[misplaced_L] - true_NC[misplaced_L, None]).max(-1)
+        distance_LL = score_LL / SCORE_TOLERANCE
+        distance_LL += (
+            _box_distance(boxes_N4[misplaced_L], true_N4[misplaced_L, None]) / BOX_TOLERANCE
+        )
+        order_L = np.empty_like(misplaced_L)
+        for _ in misplaced_L:
+            place, match = np.unravel_index(distance_LL.argmin(), distance_LL.shape)
+            order_L[place] = misplaced_L[match]
+            distance_LL[place], distance_LL[:, match] = np.inf, np.inf
+        scores_NC[misplaced_L], boxes_N4[misplaced_L] = scores_NC[order_L], boxes_N4[order_L]
+    return ordered[0], ordered[1]
 
 
-def kept_differences(
+def suppressed_differences(
     got: tuple[np.ndarray, ...], raw: Raw, nms: NMSConfig, where: str
 ) -> Agreement:
     """Compares rows_R6 and count_B of a batch with raw outputs after NMS.
@@ -311,8 +321,8 @@ def kept_differences(
     """
     (rows_R6, count_B), (scores_BNC, boxes_BN4) = got, raw
     batch, _, classes = scores_BNC.shape
-    fit = len(count_B) == batch and count_B.sum() == len(rows_R6)
-    if not fit or not np.isin(rows_R6[:, 0], np.arange(classes)).all():
+    is_consistent = len(count_B) == batch and count_B.sum() == len(rows_R6)
+    if not is_consistent or not np.isin(rows_R6[:, 0], np.arange(classes)).all():
         raise ExportError(
             f"{len(rows_R6)} rows with the counts {count_B.tolist()} are not what suppression "
             f"leaves of {batch} images and {classes} classes",
@@ -321,27 +331,27 @@ def kept_differences(
         )
     with paddle.no_grad():
         expected = suppress(paddle.to_tensor(scores_BNC), paddle.to_tensor(boxes_BN4), nms)
-    found = []
+    agreements = []
     for got_R6, true_R6, image_raw in zip(split_rows(*got), expected, zip(*raw), strict=True):
-        strange = unexplained_rows(got_R6, true_R6, nms, image_raw)
-        if strange:
+        unexplained = unexplained_rows(got_R6, true_R6, nms, image_raw)
+        if unexplained:
             raise ExportError(
-                f"{strange} of {len(got_R6)} boxes after the non-maximum suppression in the "
+                f"{unexplained} of {len(got_R6)} boxes after the non-maximum suppression in the "
                 f"graph are not those of eager ({len(true_R6)})",
                 code="export_differs",
                 where=where,
             )
-        pairs_P2 = _partners(got_R6, true_R6)
-        one, other = got_R6[pairs_P2[:, 0]], true_R6[pairs_P2[:, 1]]
-        score = np.abs(one[:, 1] - other[:, 1]).max(initial=0.0)
-        box = _apart(one[:, 2:], other[:, 2:]).max(initial=0.0)
+        pairs_P2 = _match_rows(got_R6, true_R6)
+        got_pairs, true_pairs = got_R6[pairs_P2[:, 0]], true_R6[pairs_P2[:, 1]]
+        score = np.abs(got_pairs[:, 1] - true_pairs[:, 1]).max(initial=0.0)
+        box = _box_distance(got_pairs[:, 2:], true_pairs[:, 2:]).max(initial=0.0)
         ties = len(got_R6) + len(true_R6) - 2 * len(pairs_P2)
-        found.append(Agreement(float(score), float(box), boxes=len(true_R6), ties=ties))
-    return largest_of(found)
+        agreements.append(Agreement(float(score), float(box), boxes=len(true_R6), ties=ties))
+    return merge_agreements(agreements)
 
 
-def _apart(got: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """How far boxes[..., 4] are apart, as Agreement.box says.
+def _box_distance(got: np.ndarray, true: np.ndarray) -> np.ndarray:
+    """Computes how far boxes[..., 4] are apart, scaled as Agreement.box.
 
     Sides are multiples of exponentials of what the model computes, so rounding grows with them.
     """
@@ -352,40 +362,42 @@ def _apart(got: np.ndarray, true: np.ndarray) -> np.ndarray:
 def unexplained_rows(
     got_R6: np.ndarray, true_R6: np.ndarray, nms: NMSConfig, raw: Raw | None = None
 ) -> int:
-    """Number of rows without a counterpart that rounding cannot explain.
+    """Counts the rows without a counterpart that rounding cannot explain.
 
-    Rows of both sides count.  Rounding decides about a row at a threshold (_at_threshold), and so
-    about what it suppresses.
+    Rows of both sides count.  Rounding decides about a row at a threshold (_is_at_threshold), and
+    so about what it suppresses.
     Args: raw: scores_NC and boxes_N4 of the image.  If given, two more cases are explained: either
         of two overlapping rows of like scores may stay, and scores may be at the candidate limit.
     """
     sides = got_R6, true_R6
-    pairs_P2 = _partners(got_R6, true_R6)
-    lone = [np.delete(side, pairs_P2[:, i], axis=0) for i, side in enumerate(sides)]
-    explained = [_at_threshold(lone[i], sides[i], sides[1 - i], nms) for i in (0, 1)]
-    overlap_GT = _iou(*lone) >= _limit(nms) - _IOU_TIE
-    better_GT = lone[0][:, None, 1] - lone[1][None, :, 1]  # the scores of got above those of true
+    pairs_P2 = _match_rows(got_R6, true_R6)
+    unmatched = [np.delete(side, pairs_P2[:, i], axis=0) for i, side in enumerate(sides)]
+    explained = [_is_at_threshold(unmatched[i], sides[i], sides[1 - i], nms) for i in (0, 1)]
+    overlap_GT = _iou(*unmatched) >= _iou_limit(nms) - _IOU_TIE
+    better_GT = (
+        unmatched[0][:, None, 1] - unmatched[1][None, :, 1]
+    )  # the scores of got above those of true
     if raw is not None:
         alike_GT = overlap_GT & (np.abs(better_GT) <= _SCORE_TIE)
-        explained[0] |= alike_GT.any(1) | _last_candidates(lone[0], raw[0], nms)
-        explained[1] |= alike_GT.any(0) | _last_candidates(lone[1], raw[0], nms)
-    for _ in range(sum(map(len, lone))):  # no chain is longer
+        explained[0] |= alike_GT.any(1) | _last_candidates(unmatched[0], raw[0], nms)
+        explained[1] |= alike_GT.any(0) | _last_candidates(unmatched[1], raw[0], nms)
+    for _ in range(sum(map(len, unmatched))):  # no chain is longer
         explained[0] |= (overlap_GT & (better_GT <= _SCORE_TIE) & explained[1][None]).any(1)
         explained[1] |= (overlap_GT & (better_GT >= -_SCORE_TIE) & explained[0][:, None]).any(0)
     if raw is not None:
-        explained[0] &= _predicted(lone[0], raw)
+        explained[0] &= _is_predicted(unmatched[0], raw)
     return sum(int((~part).sum()) for part in explained)
 
 
-def _limit(nms: NMSConfig) -> float:
-    """The IoU threshold of NMS; infinite if nothing is suppressed."""
+def _iou_limit(nms: NMSConfig) -> float:
+    """Returns the IoU threshold of NMS; infinite if nothing is suppressed."""
     return np.inf if nms.iou_threshold is None else nms.iou_threshold
 
 
 def _last_candidates(rows_R6: np.ndarray, scores_NC: np.ndarray, nms: NMSConfig) -> np.ndarray:
-    """Which rows [R] tie at the candidate limit of their class.
+    """Finds the rows [R] that tie at the candidate limit of their class.
 
-    Their score is like that of the last of the best `candidates` and that of the next one.
+    Such a score is close to that of the last candidate kept and to that of the next one.
     """
     count, classes = scores_NC.shape
     if count <= nms.candidates or nms.iou_threshold is None:
@@ -399,66 +411,66 @@ def _last_candidates(rows_R6: np.ndarray, scores_NC: np.ndarray, nms: NMSConfig)
     return (np.abs(rows_R6[:, 1] - limits_2R) <= _SCORE_TIE).all(0)
 
 
-def _predicted(rows_R6: np.ndarray, raw: Raw) -> np.ndarray:
-    """Which rows [R] are among the predictions."""
+def _is_predicted(rows_R6: np.ndarray, raw: Raw) -> np.ndarray:
+    """Returns for each row [R] whether it is among the predictions."""
     scores_NC, boxes_N4 = raw
-    found = []
+    is_predicted = []
     for row in rows_R6:
         near_N = np.abs(scores_NC[:, int(row[0])] - row[1]) <= SCORE_TOLERANCE
-        found.append((near_N & (_apart(row[2:], boxes_N4) <= BOX_TOLERANCE)).any())
-    return np.array(found, bool)
+        is_predicted.append((near_N & (_box_distance(row[2:], boxes_N4) <= BOX_TOLERANCE)).any())
+    return np.array(is_predicted, bool)
 
 
-def _partners(got_R6: np.ndarray, true_R6: np.ndarray) -> np.ndarray:
-    """Indices [P, 2] in both of rows that match.
+def _match_rows(got_R6: np.ndarray, true_R6: np.ndarray) -> np.ndarray:
+    """Matches rows; returns their indices [P, 2] in `got_R6` and `true_R6`.
 
     Rows match if the class is the same, and score and box are within the tolerances; the nearest,
     each row at most once.
     """
     pairs = []
     free_R = np.ones(len(true_R6), bool)
-    for place, row in enumerate(got_R6):
-        apart_R = _apart(row[2:], true_R6[:, 2:])
-        near_R = free_R & (true_R6[:, 0] == row[0]) & (apart_R <= BOX_TOLERANCE)
+    for index, row in enumerate(got_R6):
+        distance_R = _box_distance(row[2:], true_R6[:, 2:])
+        near_R = free_R & (true_R6[:, 0] == row[0]) & (distance_R <= BOX_TOLERANCE)
         near_R &= np.abs(true_R6[:, 1] - row[1]) <= SCORE_TOLERANCE
         if near_R.any():
-            best = np.flatnonzero(near_R)[apart_R[near_R].argmin()]
+            best = np.flatnonzero(near_R)[distance_R[near_R].argmin()]
             free_R[best] = False
-            pairs.append((place, best))
+            pairs.append((index, best))
     return np.array(pairs, np.int64).reshape(-1, 2)
 
 
-def _at_threshold(
+def _is_at_threshold(
     rows_R6: np.ndarray,
     own_R6: np.ndarray,
     other_R6: np.ndarray,
     nms: NMSConfig,
 ) -> np.ndarray:
-    """Which rows [R] that only one side kept were at a threshold.
+    """Returns which rows [R] that only one side kept were at a threshold.
 
-    At the score threshold; at the lowest score of the other side's full list; with an IoU with a
-    better row of the class at its threshold, or no meaningful IoU, because the box is thinner than
-    the tolerance (without area runtimes differ, too); or two classes of one box score alike and one
-    may stay.
+    A row is at the score threshold; or at the lowest score of the other side's full list; or its
+    IoU with a better row of its class is at the IoU threshold, or means nothing because the box is
+    thinner than the tolerance (without area runtimes differ, too); or two classes of one box score
+    alike and only one may stay.
     """
     scores_R = rows_R6[:, 1]
     tied_R = np.abs(scores_R - nms.score_threshold) <= _SCORE_TIE
     if len(other_R6) >= nms.keep:
         tied_R |= scores_R <= other_R6[:, 1].min() + _SCORE_TIE
     tied_R |= (rows_R6[:, 4:] - rows_R6[:, 2:4]).min(1) <= BOX_TOLERANCE
-    everything = np.concatenate([own_R6, other_R6])
-    better = everything[None, :, 1] >= scores_R[:, None] - _SCORE_TIE
-    at_overlap = np.abs(_iou(rows_R6, everything) - _limit(nms)) <= _IOU_TIE
-    tied_R |= (better & at_overlap).any(1)
+    all_rows = np.concatenate([own_R6, other_R6])
+    is_better = all_rows[None, :, 1] >= scores_R[:, None] - _SCORE_TIE
+    is_at_iou = np.abs(_iou(rows_R6, all_rows) - _iou_limit(nms)) <= _IOU_TIE
+    tied_R |= (is_better & is_at_iou).any(1)
     if not nms.multi_label:
-        alike = np.abs(other_R6[None, :, 1] - scores_R[:, None]) <= _SCORE_TIE
-        alike &= other_R6[None, :, 0] != rows_R6[:, None, 0]
-        alike &= _apart(rows_R6[:, None, 2:], other_R6[None, :, 2:]) <= BOX_TOLERANCE
-        tied_R |= alike.any(1)
+        is_alike = np.abs(other_R6[None, :, 1] - scores_R[:, None]) <= _SCORE_TIE
+        is_alike &= other_R6[None, :, 0] != rows_R6[:, None, 0]
+        is_alike &= _box_distance(rows_R6[:, None, 2:], other_R6[None, :, 2:]) <= BOX_TOLERANCE
+        tied_R |= is_alike.any(1)
     return tied_R
 
 
 def _iou(one_R6: np.ndarray, other_S6: np.ndarray) -> np.ndarray:
-    """Pairwise IoU of rows [R, S]; -1 where the classes differ."""
+    """Computes the pairwise IoU of rows [R, S]; -1 where the classes differ."""
     same = one_R6[:, None, 0] == other_S6[None, :, 0]
     return np.where(same, box_iou(one_R6[:, 2:], other_S6[:, 2:]), -1.0)

@@ -173,7 +173,7 @@ def _analyse_classes(dataset: DetectionSet, ranking: Ranking, step: int | None) 
     true_K, called_K = labels_N[ranked_N], ranking.labels_NK[ranked_N, 0]
 
     def share_by_class(chosen_X: np.ndarray, of_X: np.ndarray) -> list[float | None]:
-        """Returns for each class the share of those `of_X` that are chosen; None: there are none."""
+        """Returns the chosen share of `of_X` by class; None: the class has none."""
         chosen_C, total_C = (
             np.bincount(label_X, minlength=classes) for label_X in (chosen_X, of_X)
         )

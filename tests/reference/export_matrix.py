@@ -20,7 +20,7 @@ from ppdist.export.export import (
     Format,
     deployment_copy,
     export_model,
-    precision_on,
+    measure_precision,
 )
 from ppdist.export.predictor import ExportedPredictor, graph_input, open_exported
 from ppdist.export.spec import read_spec
@@ -30,9 +30,9 @@ from ppdist.export.verify import (
     Agreement,
     Raw,
     eager_outputs,
-    kept_differences,
-    largest_of,
+    merge_agreements,
     raw_differences,
+    suppressed_differences,
 )
 from ppdist.models.base import Detector
 from ppdist.models.model_card import normalisation_of
@@ -200,16 +200,16 @@ def _differences(
         got = graph(graph_input(images, spec))
         if form.nms_in_graph:
             assert spec.nms is not None
-            found.append(kept_differences(got, true, spec.nms, options.backend))
+            found.append(suppressed_differences(got, true, spec.nms, options.backend))
         else:
             found.append(raw_differences(got, true, options.backend))
-    return largest_of(found)
+    return merge_agreements(found)
 
 
 def _precision(subject: Subject, directory: Path, options: RuntimeOptions) -> float | None:
     if subject.sample is None:
         return None
-    return precision_on(subject.sample, ExportedPredictor(directory, options), subject.spec)
+    return measure_precision(subject.sample, ExportedPredictor(directory, options), subject.spec)
 
 
 def _megabytes(directory: Path, section: str) -> float:

@@ -19,14 +19,14 @@ from ppdist.export.export import (
     Pictures,
     Sample,
     deployment_copy,
-    prepared,
-    readable,
-    spread,
+    prepare_input,
+    select_readable,
+    spread_evenly,
     take_sample,
 )
 from ppdist.export.predictor import EagerPredictor
 from ppdist.export.spec import InferenceSpec, describe, validation_set
-from ppdist.export.verify import decided, eager_outputs
+from ppdist.export.verify import decided_batches, eager_outputs
 from ppdist.models.base import ImageModel
 from ppdist.models.weights import load_all_weights
 
@@ -77,7 +77,7 @@ def untrained(name: str, config_file: Path, images: Sequence[np.ndarray]) -> Sub
     paddle.seed(0)
     model = build_model(config)
     spec = describe(config, None)
-    images_N3HW = np.stack([prepared(image, spec) for image in images])
+    images_N3HW = np.stack([prepare_input(image, spec) for image in images])
     enliven(model, images_N3HW[:4])
     images_N3HW = _decided(model, images_N3HW)
     if spec.nms is not None:
@@ -105,15 +105,15 @@ def trained(
     if dataset is not None and spec.nms is not None:
         eager = EagerPredictor(deployment_copy(model), spec.nms)
         sample = take_sample(dataset, eager, spec, len(dataset.records))
-        records = spread(read_split(config.data, "train").records)
-        calibration = Pictures(readable(records, CALIBRATION, warn), spec)
-    images_N3HW = _decided(model, np.stack([prepared(image, spec) for image in images]))
+        records = spread_evenly(read_split(config.data, "train").records)
+        calibration = Pictures(select_readable(records, CALIBRATION, warn), spec)
+    images_N3HW = _decided(model, np.stack([prepare_input(image, spec) for image in images]))
     return Subject(name, "trained", model, spec, images_N3HW, sample, calibration)
 
 
 def _decided(model: ImageModel, images_N3HW: np.ndarray) -> np.ndarray:
-    """See `decided`, of an even number of images."""
-    kept = decided(deployment_copy(model), batches(images_N3HW, 1))
+    """See `decided_batches`, of an even number of images."""
+    kept = decided_batches(deployment_copy(model), batches(images_N3HW, 1))
     return np.concatenate(kept[: max(2, len(kept) // 2 * 2)])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ppdist.config.model import YOLOv5Config
-from ppdist.export.export import prepared
+from ppdist.export.export import prepare_input
 from ppdist.export.verify import eager_outputs
 from ppdist.models.yolov5 import YOLOv5
 from tests.errors import raises
@@ -52,7 +52,7 @@ def lively() -> Subject:
     paddle.seed(0)
     model = YOLOv5(YOLOv5Config(size="n", num_classes=3, depth_multiple=0.1, width_multiple=0.125))
     spec = tiny_spec().model_copy(update={"model": "tiny"})
-    images = np.stack([prepared(image, spec) for image in images_of(None)[:4]])
+    images = np.stack([prepare_input(image, spec) for image in images_of(None)[:4]])
     enliven(model, images)
     threshold = threshold_for([scores for scores, _ in eager_outputs(model, [images])])
     nms = NMS.model_copy(update={"score_threshold": threshold})

@@ -170,7 +170,7 @@ def compare_running(
         yield Measurement("BN statistics", f"{label} {layer} {end}", error, tolerance)
 
 
-def compare_kept(
+def compare_suppressed(
     label: str, rows: np.ndarray, want_K6: np.ndarray, stored: int, tolerances: tuple[float, float]
 ) -> Iterator[Measurement]:
     """The best of the kept boxes.

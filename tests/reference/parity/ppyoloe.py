@@ -20,9 +20,9 @@ from tests.reference.parity.measure import (
     apart,
     compare_features,
     compare_gradients,
-    compare_kept,
     compare_running,
     compare_statistics,
+    compare_suppressed,
     differ,
     off,
     places,
@@ -140,7 +140,7 @@ def compare_inference(model: PPYOLOE, reference: Reference) -> Iterator[Measurem
     rows, count = multiclass_nms(scores, boxes, settings)
     yield differ("NMS", "count", count.tolist(), values["nms_count"])
     stored = min(BEST, int(values["nms_count"].sum()))
-    yield from compare_kept("", rows.numpy(), values["nms_top50"], stored, (SCORES, BOXES))
+    yield from compare_suppressed("", rows.numpy(), values["nms_top50"], stored, (SCORES, BOXES))
 
 
 def compare_training(

@@ -19,9 +19,9 @@ from tests.reference.parity.measure import (
     apart,
     compare_features,
     compare_gradients,
-    compare_kept,
     compare_running,
     compare_statistics,
+    compare_suppressed,
     differ,
     off,
     places,
@@ -176,7 +176,7 @@ def _compare_kept(
         yield differ("NMS", f"{label}: count", count.tolist(), [wanted])
         want_K6 = values[known.group()][:, [5, 4, 0, 1, 2, 3]]
         best = min(int(known["best"]), wanted)
-        yield from compare_kept(f"{label}: ", rows.numpy(), want_K6, best, (SCORES, BOXES))
+        yield from compare_suppressed(f"{label}: ", rows.numpy(), want_K6, best, (SCORES, BOXES))
 
 
 def _compare_matches(

@@ -23,13 +23,18 @@ from ppdist.export.export import (
     ModelWithNMS,
     _move_into_place,
     deployment_copy,
-    drafted,
+    draft_folder,
     export_model,
     save_graph,
 )
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor, detect, split_rows
 from ppdist.export.spec import InferenceSpec, read_spec, write_spec
-from ppdist.export.verify import kept_differences, load_graphs, raw_differences, unexplained_rows
+from ppdist.export.verify import (
+    load_graphs,
+    raw_differences,
+    suppressed_differences,
+    unexplained_rows,
+)
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.ppyoloe import PPYOLOE
 from tests.errors import raises
@@ -218,7 +223,7 @@ def export_until(directory: Path, stop_at: int, *, kill: bool) -> bool:
     try:
         for name in ("mkdir", "write_text", "replace", "unlink"):
             setattr(Path, name, stopping(getattr(Path, name)))
-        with drafted(directory) as draft:
+        with draft_folder(directory) as draft:
             for name in NAMES:
                 (draft / name).write_text("new", encoding="utf-8")
         (directory.parent / "ended").touch()
@@ -379,12 +384,12 @@ def test_another_suppression_is_not_explained_by_ties(change: dict[str, Any]) ->
         rows_R6, count_B = multiclass_nms(*map(paddle.to_tensor, raw), nms)
         return rows_R6.numpy(), count_B.numpy()
 
-    found = kept_differences(kept(nms), raw, nms, "Paddle")
+    found = suppressed_differences(kept(nms), raw, nms, "Paddle")
     assert (found.score, found.box, found.boxes, found.ties) == (0, 0, len(kept(nms)[0]), 0)
     rows_R6, _ = kept(nms.model_copy(update=change))
     assert unexplained_rows(rows_R6, kept(nms)[0], nms, (raw[0][0], raw[1][0])) >= 10
     with raises("export_differs"):
-        kept_differences(kept(nms.model_copy(update=change)), raw, nms, "Paddle")
+        suppressed_differences(kept(nms.model_copy(update=change)), raw, nms, "Paddle")
 
 
 def test_non_finite_or_misshapen_output_disagrees() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ppdist.cli import default_folder
 from ppdist.cli.export import CONVERSIONS, formats_of
-from ppdist.export.run import lineage_of
+from ppdist.export.run import read_lineage
 from ppdist.export.spec import LineageSection
 from tests.errors import raises
 from tests.forked import ROOT
@@ -46,15 +46,15 @@ def test_an_export_names_its_weights_and_their_run(tmp_path: Path) -> None:
     (step.parent / "best").symlink_to(step.name)
     known = hashlib.sha256(b"{}").hexdigest()
     expected = LineageSection(weights=known, run="cells", step=640)
-    assert lineage_of(tmp_path / "cells") == expected  # an old run without environment.json
+    assert read_lineage(tmp_path / "cells") == expected  # an old run without environment.json
     for unknown in ("{}", "[]", '{"git_commit": null}', "{"):  # of another version, or damaged
         (tmp_path / "cells" / "environment.json").write_text(unknown)
-        assert lineage_of(tmp_path / "cells") == expected
+        assert read_lineage(tmp_path / "cells") == expected
     (tmp_path / "cells" / "environment.json").write_text('{"git_commit": "05443bab"}')
     for weights in (tmp_path / "cells", step.parent / "best", step):
-        assert lineage_of(weights) == expected.model_copy(update={"commit": "05443bab"})
+        assert read_lineage(weights) == expected.model_copy(update={"commit": "05443bab"})
     (tmp_path / "soup.npz").write_bytes(b"{}")
-    assert lineage_of(tmp_path / "soup.npz") == LineageSection(weights=known)
+    assert read_lineage(tmp_path / "soup.npz") == LineageSection(weights=known)
 
 
 @pytest.mark.parametrize(

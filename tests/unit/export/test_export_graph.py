@@ -14,9 +14,9 @@ from ppdist.config.runtime import RuntimeOptions
 from ppdist.distributed.paddle_api import set_momentum
 from ppdist.export.export import (
     RawModel,
-    deployed,
     deployment_copy,
     export_model,
+    fuse_for_deployment,
 )
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor
 from ppdist.export.spec import read_spec
@@ -81,7 +81,7 @@ def test_deployed_model_without_batch_norm_is_equal(kind: str, takes: str) -> No
     paddle.seed(0)
     model = MODELS[kind]()
     before = {key: value.numpy().copy() for key, value in model.state_dict().items()}
-    ready = deployed(model, normalised_input=takes != "pixels")
+    ready = fuse_for_deployment(model, normalised_input=takes != "pixels")
     assert not [layer for layer in ready.sublayers() if isinstance(layer, nn.BatchNorm2D)]
     images = pictures(2, 128, 64)
     given = images if takes == "pixels" else normalised(model, images)

@@ -12,7 +12,7 @@ from ppdist.config.runtime import RuntimeOptions
 from ppdist.export.export import deployment_copy, export_model
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor
 from ppdist.export.spec import read_spec
-from ppdist.export.verify import BOX_TOLERANCE, SCORE_TOLERANCE, decided, raw_differences
+from ppdist.export.verify import BOX_TOLERANCE, SCORE_TOLERANCE, decided_batches, raw_differences
 from ppdist.models.base import Detector
 from ppdist.models.rtdetr import RTDETR
 from tests.reference.export_subjects import enliven
@@ -88,6 +88,6 @@ class Balanced(Detector):
 
 def test_images_whose_queries_rounding_selects_are_left_out() -> None:
     clear, balanced = (np.full((1, 3, 32, 32), mean, np.float32) for mean in (90, 100))
-    assert decided(Balanced(()), [balanced, clear]) == [clear]
-    assert len(decided(Balanced(()), [balanced])) == 1  # one picture is better than none
-    assert len(decided(Balanced((8,)), [balanced, clear])) == 2
+    assert decided_batches(Balanced(()), [balanced, clear]) == [clear]
+    assert len(decided_batches(Balanced(()), [balanced])) == 1  # one picture is better than none
+    assert len(decided_batches(Balanced((8,)), [balanced, clear])) == 2

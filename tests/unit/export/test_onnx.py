@@ -256,13 +256,13 @@ def test_openvino_is_left_out_or_ends_the_export(
 ) -> None:
     """The first where nobody asked for it: the ONNX file is good in ONNX Runtime."""
     refused: dict[str, str] = {}
-    with export_graph._openvino_wanted(False, refused, "openvino"):
+    with export_graph._openvino_required(False, refused, "openvino"):
         raise ExportError(
             "OpenVINO does not compute what the model computes", code="export_differs"
         )
     assert "OpenVINO does not compute" in caplog.text
     assert set(refused) == {"openvino"}
-    with raises("export_differs"), export_graph._openvino_wanted(True, {}, "openvino"):
+    with raises("export_differs"), export_graph._openvino_required(True, {}, "openvino"):
         raise ExportError("the same", code="export_differs")
     monkeypatch.setattr(export_graph, "find_spec", lambda name: None)
     with raises("package_missing"):

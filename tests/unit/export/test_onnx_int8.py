@@ -18,10 +18,10 @@ from ppdist.export import onnx as onnx_nms
 from ppdist.export.export import (
     Pictures,
     export_model,
-    precision_on,
-    readable,
+    measure_precision,
     require_int8,
-    spread,
+    select_readable,
+    spread_evenly,
     take_sample,
 )
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor, open_graph
@@ -157,13 +157,13 @@ def test_sample_skips_unreadable(tmp_path: Path, validation: DetectionSet) -> No
     half = DetectionSet(gone, validation.class_names, (1, 2, 3), "made up")
     sample = take_sample(half, eager, tiny_spec(), count=1)
     assert sample is not None and len(sample.dataset.records) == 1
-    assert precision_on(sample, eager, tiny_spec()) == sample.mAP
+    assert measure_precision(sample, eager, tiny_spec()) == sample.mAP
     Path(gone[1].path).unlink()
     assert take_sample(half, eager, tiny_spec()) is None
 
 
 def test_prefix_of_spread_list_is_spread_evenly() -> None:
-    places = [int(place) for place in spread(range(1000))]  # type: ignore[arg-type]
+    places = [int(place) for place in spread_evenly(range(1000))]  # type: ignore[arg-type]
     assert sorted(places) == list(range(1000))
     assert np.diff(sorted([*places[:50], 1000])).max() <= 60
 
@@ -177,10 +177,10 @@ def test_a_sample_of_crowds_alone_measures_nothing(validation: DetectionSet) -> 
 def test_unreadable_image_is_replaced_by_next(tmp_path: Path, validation: DetectionSet) -> None:
     gone = replace(validation.records[0], path=str(tmp_path / "gone.png"))
     warnings: list[str] = []
-    found = readable([gone, *validation.records], 2, warnings.append)
+    found = select_readable([gone, *validation.records], 2, warnings.append)
     assert found == list(validation.records[:2])
     assert len(warnings) == 1 and "1 images" in warnings[0]
-    assert readable([gone] * 9, 2, warnings.append) == []
+    assert select_readable([gone] * 9, 2, warnings.append) == []
     for picture in Pictures(found, tiny_spec()):
         assert picture.shape == (3, *SIZE) and picture.dtype == np.float32
 
@@ -221,17 +221,17 @@ def test_openvino_that_was_not_asked_for_fails_no_export(
             raise ExportError("OpenVINO cannot load it", code="runtime_load_failed")
 
     monkeypatch.setattr(export, "ExportedPredictor", opened)
-    monkeypatch.setattr(export, "precision_on", lambda sample, predict, spec: 0.7)
+    monkeypatch.setattr(export, "measure_precision", lambda sample, predict, spec: 0.7)
     sections = ("onnx_int8", "openvino_int8")
     spec = tiny_spec().model_copy(update=dict.fromkeys(sections, described(0, 0)))
     sample = export.Sample(validation, 0.7)
-    found = export.with_accuracy(tmp_path, spec, sample, needs_openvino=False)
+    found = export.add_accuracy(tmp_path, spec, sample, needs_openvino=False)
     assert found.openvino_int8 is None
     assert found.onnx_int8 is not None and found.onnx_int8.sample is not None
     assert found.onnx_int8.sample.mAP == 0.7
     assert found.refused["openvino_int8"] == "OpenVINO cannot load it"
     with raises("runtime_load_failed"):
-        export.with_accuracy(tmp_path, spec, sample, needs_openvino=True)
+        export.add_accuracy(tmp_path, spec, sample, needs_openvino=True)
 
 
 @pytest.mark.parametrize(

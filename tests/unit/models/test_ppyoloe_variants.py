@@ -90,16 +90,16 @@ def test_weights_without_aux_head_leave_it_fresh(
 ) -> None:
     trained = tiny(auxiliary=True)
     shake(trained)
-    deployed = {k: v for k, v in arrays_of(trained).items() if not k.startswith("aux_")}
-    np.savez(tmp_path / "deployed.npz", **deployed)
+    fuse_for_deployment = {k: v for k, v in arrays_of(trained).items() if not k.startswith("aux_")}
+    np.savez(tmp_path / "deployed.npz", **fuse_for_deployment)
     model = tiny(auxiliary=True)
     start = arrays_of(model)
     report = load_weights(model, tmp_path / "deployed.npz")
-    assert set(report.loaded) == set(deployed)
+    assert set(report.loaded) == set(fuse_for_deployment)
     assert {key.split(".")[0] for key in report.fresh} == {"aux_neck", "aux_head"}
     assert "training" in str(report) and "\n" not in str(report)
     for key, value in arrays_of(model).items():
-        expected = deployed[key] if key in deployed else start[key]
+        expected = fuse_for_deployment[key] if key in fuse_for_deployment else start[key]
         assert np.array_equal(value, expected), key
 
 
