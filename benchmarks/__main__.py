@@ -68,7 +68,7 @@ def main() -> int:
         report |= {"overrides": arguments.override, "vs": []}
         report["result"] = MEASURES[arguments.what](arguments, Path(scratch))
         report["machine"] = describe_machine()
-    if comm.is_main():  # of checkpoint there may be several, under fleetrun
+    if comm.is_main():  # checkpoint may run on several ranks, under fleetrun
         print(json.dumps(report, indent=1))
         if arguments.json:
             write_json(arguments.json, report, indent=1)

@@ -22,7 +22,7 @@ from tests.emulated_bfloat16 import EMULATED
 
 
 def train(config, folder, kernels):
-    """Losses of all logged steps, the metrics of the last evaluation, CPU seconds."""
+    """Returns the losses of all logged steps, the metrics of the last evaluation, CPU seconds."""
     began = time.process_time()
     experiment = build_training(
         config, output_dir=folder, evaluate=True, command=["test"], kernels=kernels
@@ -39,8 +39,8 @@ def train(config, folder, kernels):
 
 
 def mean(losses):
-    late = losses[-len(losses) // 4 :]
-    return sum(late) / len(late)
+    last_quarter = losses[-len(losses) // 4 :]
+    return sum(last_quarter) / len(last_quarter)
 
 
 def main():
@@ -51,15 +51,21 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--level", default="O1")
     parser.add_argument("--native", action="store_true")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     comm.init("cpu", DistributedConfig())
-    amp = ["train.amp.enabled=true", "train.amp.dtype=bfloat16", f"train.amp.level={given.level}"]
-    for seed in given.seeds:
-        for name, more in (("float32", []), (f"bfloat16 {given.level}", amp)):
-            config = parse_config(given.c, [*given.o, f"seed={seed}", *more], ExperimentConfig)
-            folder = given.out / f"{name.replace(' ', '-')}-{seed}"
-            found = train(config, folder, BFLOAT16 if given.native else EMULATED)
-            print(json.dumps({"seed": seed, "precision": name} | found), flush=True)
+    amp = [
+        "train.amp.enabled=true",
+        "train.amp.dtype=bfloat16",
+        f"train.amp.level={arguments.level}",
+    ]
+    for seed in arguments.seeds:
+        for name, amp_overrides in (("float32", []), (f"bfloat16 {arguments.level}", amp)):
+            config = parse_config(
+                arguments.c, [*arguments.o, f"seed={seed}", *amp_overrides], ExperimentConfig
+            )
+            folder = arguments.out / f"{name.replace(' ', '-')}-{seed}"
+            result = train(config, folder, BFLOAT16 if arguments.native else EMULATED)
+            print(json.dumps({"seed": seed, "precision": name} | result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Training steps of YOLOv5 beside torch: equal layers, one and two cores, in turns.
+"""Compares training steps of YOLOv5 with torch's: equal layers, one and two cores, in turns.
 
     python -m benchmarks.beside_torch [--sizes s n] [--threads 1 2] [--steps 8] [--json FILE]
 
 Ours is the trainer's whole step: normalisation, forward pass, loss, backward pass, clipping,
-optimizer, EMA.  Torch's is what every trainer in it does at least: forward and backward pass of the
-same layers, channels last, SGD with Nesterov's momentum; its loss is the mean of squares, and
+optimizer, EMA.  Torch's is the least that every trainer in it does: forward and backward pass of
+the same layers, channels last, SGD with Nesterov's momentum; its loss is the mean of squares, and
 nothing is matched, clipped or averaged.  Before anything is timed, torch's model gets our weights
-and has to give our outputs.  Each is a process of its own, because both bring their own OpenMP; one
-steps while the other waits.  bfloat16 is measured where the processor has instructions for it.
+and has to give our outputs.  Each runs in a process of its own, because both bring their own
+OpenMP; one steps while the other waits.  bfloat16 is measured where the processor has instructions
+for it.
 """
 
 import argparse
@@ -33,36 +34,42 @@ _RECIPE = "yolov5{size}_300e_coco"
 
 
 def measure(size: str, dtype: str, threads: int, steps: int, scratch: Path) -> Report:
-    """Medians of the wall and CPU seconds of both steps, and of the ratios of neighbours.
+    """Measures the medians of the wall and CPU seconds of both steps, and of the ratios of
+    neighbours.
 
-    Args: size: of YOLOv5, n to x.  dtype: float32 or bfloat16.  threads: of each.
+    Args: size: of YOLOv5, n to x.  dtype: float32 or bfloat16.  threads: of each process.
     Returns: `ours` and `torch`, each with `wall`, `cpu` and `images_per_second`; `times_torch`:
         torch's wall over ours, median, smallest, largest.
     Raises: RuntimeError: a process failed, or the two do not compute the same.
     """
     scratch.mkdir(parents=True)
     with ExitStack() as stack:
-        ours = stack.enter_context(_Worker("ours", size, dtype, threads, scratch))
-        ours.ask("ready")
-        theirs = stack.enter_context(_Worker("torch", size, dtype, threads, scratch))
-        _require_equal(ours.ask("ready"), theirs.ask("ready"), dtype)
+        our_worker = stack.enter_context(_Worker("ours", size, dtype, threads, scratch))
+        our_worker.ask("ready")
+        torch_worker = stack.enter_context(_Worker("torch", size, dtype, threads, scratch))
+        _require_equal(our_worker.ask("ready"), torch_worker.ask("ready"), dtype)
         seconds: dict[str, list[list[float]]] = {"ours": [], "torch": []}
         for number in range(_WARMUP + steps):
-            for worker in (ours, theirs) if number % 2 == 0 else (theirs, ours):
+            for worker in (
+                (our_worker, torch_worker) if number % 2 == 0 else (torch_worker, our_worker)
+            ):
                 seconds[worker.name].append(worker.ask("step"))
     report: Report = {}
-    for name, taken in seconds.items():
-        wall, cpu = (median(column) for column in zip(*taken[_WARMUP:], strict=True))
+    for name, timings in seconds.items():
+        wall, cpu = (median(column) for column in zip(*timings[_WARMUP:], strict=True))
         report[name] = {"wall": wall, "cpu": cpu, "images_per_second": _BATCH / wall}
     pairs = zip(seconds["torch"][_WARMUP:], seconds["ours"][_WARMUP:], strict=True)
-    ratios = [other[0] / own[0] for other, own in pairs]
+    ratios = [torch_step[0] / our_step[0] for torch_step, our_step in pairs]
     report["times_torch"] = [median(ratios), min(ratios), max(ratios)]
     return report
 
 
-def _require_equal(ours: list[str], theirs: list[str], dtype: str) -> None:
-    """Raises: RuntimeError: outputs differ in float32; bfloat16 is the same model."""
-    pairs = zip(map(np.load, ours), map(np.load, theirs), strict=True)
+def _require_equal(our_files: list[str], torch_files: list[str], dtype: str) -> None:
+    """Requires equal outputs in float32; bfloat16 is the same model.
+
+    Raises: RuntimeError: they differ.
+    """
+    pairs = zip(map(np.load, our_files), map(np.load, torch_files), strict=True)
     worst = max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in pairs)
     if dtype == "float32" and not worst <= _TOLERANCE:
         raise RuntimeError(f"torch's outputs differ from ours by {worst:.1e} of the largest")
@@ -100,7 +107,7 @@ def _serve(name: str, size: str, dtype: str, scratch: Path) -> None:
     """Answers `ready` with files of the outputs, `step` with wall and CPU seconds."""
     out = os.fdopen(os.dup(1), "w")
     with redirect_stdout(sys.stderr):
-        files, step = (_ours if name == "ours" else _torch)(size, dtype, scratch)
+        files, step = (_make_our_step if name == "ours" else _make_torch_step)(size, dtype, scratch)
         for line in sys.stdin:
             if line.strip() == "ready":
                 answer: Any = files
@@ -111,7 +118,7 @@ def _serve(name: str, size: str, dtype: str, scratch: Path) -> None:
             print(json.dumps(answer), file=out, flush=True)
 
 
-def _ours(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
+def _make_our_step(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
     import paddle
 
     from ppdist.config.experiment import load_config
@@ -148,24 +155,26 @@ def _ours(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
     np.save(scratch / "inputs.npy", inputs.numpy())
     step.model.eval()
     with paddle.no_grad():
-        files = _saved([each.numpy() for each in step.model(inputs).logits], scratch / "ours")
+        files = _save_outputs(
+            [logits.numpy() for logits in step.model(inputs).logits], scratch / "ours"
+        )
     step.model.train()
 
     def once() -> None:
-        # The first step's rates, so that weights stay what both began with.
+        # The first step's rates, so that the weights stay those that both began with.
         step(micro_batches, 0, rates, Clock())
 
     return files, once
 
 
-def _saved(outputs: list[np.ndarray], file: Path) -> list[str]:
+def _save_outputs(outputs: list[np.ndarray], file: Path) -> list[str]:
     files = [f"{file}-{level}.npy" for level in range(len(outputs))]
-    for name, each in zip(files, outputs, strict=True):
-        np.save(name, each)
+    for name, output in zip(files, outputs, strict=True):
+        np.save(name, output)
     return files
 
 
-def _torch(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
+def _make_torch_step(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -185,7 +194,7 @@ def _torch(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
     inputs = inputs.to(memory_format=torch.channels_last)
     model.eval()
     with torch.no_grad():
-        files = _saved([each.numpy() for each in model(inputs)], scratch / "torch")
+        files = _save_outputs([output.numpy() for output in model(inputs)], scratch / "torch")
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9, nesterov=True)
 
@@ -193,14 +202,14 @@ def _torch(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
             outputs = model(inputs)
-        sum(each.float().square().mean() for each in outputs).backward()
+        sum(output.float().square().mean() for output in outputs).backward()
         optimizer.step()
 
     return files, once
 
 
 def _torch_model(size: str) -> Any:
-    """The layers of `ppdist.models.yolov5`, by the same names (CSPDarknet, PAN, 1x1 heads)."""
+    """Builds the layers of `ppdist.models.yolov5` with its names (CSPDarknet, PAN, 1x1 heads)."""
     import torch
     from torch import nn
 
@@ -252,9 +261,9 @@ def _torch_model(size: str) -> Any:
                 maps.append(nn.functional.max_pool2d(maps[-1], 5, 1, 2))
             return self.conv2(torch.cat(maps, 1))
 
-    widths = [math.ceil(each * width / 8) * 8 for each in CSPDarknet.STAGE_CHANNELS[5]]
+    widths = [math.ceil(channels * width / 8) * 8 for channels in CSPDarknet.STAGE_CHANNELS[5]]
     c1, _, c3, c4, c5 = widths
-    repeats = [scaled_repeats(each, depth) for each in CSPDarknet.STAGE_BLOCKS[5]]
+    repeats = [scaled_repeats(blocks, depth) for blocks in CSPDarknet.STAGE_BLOCKS[5]]
     neck = scaled_repeats(NECK_REPEATS, depth)
 
     class Model(nn.Module):
@@ -301,29 +310,32 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        name, size, dtype, folder = given.worker
+    arguments = parser.parse_args()
+    if arguments.worker:
+        name, size, dtype, folder = arguments.worker
         return _serve(name, size, dtype, Path(folder))
     from ppdist.cpu.precision import missing_bfloat16
 
     dtypes = ["float32"] if missing_bfloat16() else ["float32", "bfloat16"]
     report: Report = {}
-    for size in given.sizes:
+    for size in arguments.sizes:
         for dtype in dtypes:
-            for threads in given.threads:
+            for threads in arguments.threads:
                 with tempfile.TemporaryDirectory() as folder:
-                    found = measure(size, dtype, threads, given.steps, Path(folder) / "work")
-                report[f"YOLOv5{size}, {dtype}, threads {threads}"] = found
-                middle, least, most = found["times_torch"]
-                ours, theirs = (found[each]["images_per_second"] for each in ("ours", "torch"))
+                    result = measure(size, dtype, threads, arguments.steps, Path(folder) / "work")
+                report[f"YOLOv5{size}, {dtype}, threads {threads}"] = result
+                middle, smallest, largest = result["times_torch"]
+                our_rate, torch_rate = (
+                    result[name]["images_per_second"] for name in ("ours", "torch")
+                )
                 print(
-                    f"YOLOv5{size}  {dtype}  threads {threads}  ours {ours:.2f} images/s  torch "
-                    f"{theirs:.2f}  {middle:.2f} times torch ({least:.2f} to {most:.2f})",
+                    f"YOLOv5{size}  {dtype}  threads {threads}  ours {our_rate:.2f} images/s  "
+                    f"torch {torch_rate:.2f}  {middle:.2f} times torch "
+                    f"({smallest:.2f} to {largest:.2f})",
                     flush=True,
                 )
-    if given.json:
-        given.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

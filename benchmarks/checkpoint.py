@@ -1,4 +1,4 @@
-"""What checkpoints cost a training that goes on while they are written."""
+"""Measures what checkpoints cost a training that continues while they are written."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ def measure_saving(config: "ExperimentConfig", *, saves: int, scratch: Path) -> 
     it is written, which is what a run would do that has no thread for it.
 
     Args:
-        saves: how often.
+        saves: number of rounds.
         scratch: folder for what a run writes.
 
     Returns: medians.  `standing_still_seconds`: taking the snapshot and handing it over.
@@ -67,8 +67,8 @@ def measure_saving(config: "ExperimentConfig", *, saves: int, scratch: Path) -> 
         step()
         save()
         rounds.append((*beside, _timed(write)))
-    bytes_written = comm.run_on_main(lambda: _bytes_of(trainer.saving.folder / "last"))
-    return {**_figures(rounds), "bytes": bytes_written, "saves": saves}
+    bytes_written = comm.run_on_main(lambda: _folder_bytes(trainer.saving.folder / "last"))
+    return {**_compute_figures(rounds), "bytes": bytes_written, "saves": saves}
 
 
 class _Spent(NamedTuple):
@@ -82,17 +82,19 @@ def _timed(work: Callable[[], None]) -> _Spent:
     return _Spent(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def _figures(rounds: Sequence[tuple[_Spent, ...]]) -> Report:
-    """Of rounds of a step, a snapshot, a step beside its write, the rest of that, another write."""
-    more = [
+def _compute_figures(rounds: Sequence[tuple[_Spent, ...]]) -> Report:
+    """Computes the figures from rounds of a step, a snapshot, a step beside its write, the rest of
+    that write, and another write.
+    """
+    extra = [
         (save.wall + beside.wall - step.wall, save.cpu + beside.cpu + rest.cpu - step.cpu)
         for step, save, beside, rest, _ in rounds
     ]
     seconds = {
         "step_seconds": median(step.wall for step, *_ in rounds),
         "standing_still_seconds": median(save.wall for _, save, *_ in rounds),
-        "seconds_more": median(wall for wall, _ in more),
-        "cpu_seconds_more": median(cpu for _, cpu in more),
+        "seconds_more": median(wall for wall, _ in extra),
+        "cpu_seconds_more": median(cpu for _, cpu in extra),
         "writing_seconds": median(write.wall for *_, write in rounds),
     }
     costs = {
@@ -104,5 +106,5 @@ def _figures(rounds: Sequence[tuple[_Spent, ...]]) -> Report:
     return {**seconds, "percent_of_a_minute": percents}
 
 
-def _bytes_of(folder: Path) -> int:
+def _folder_bytes(folder: Path) -> int:
     return sum(os.path.getsize(path) for path in folder.iterdir())

@@ -1,4 +1,4 @@
-"""Seconds of computing COCO's numbers on a made-up set: ours beside the packages that do the same.
+"""Measures the seconds of computing COCO's numbers on a generated set, by us and other packages.
 
 pycocotools defines the numbers; hotcoco and faster-coco-eval are measured where they are installed.
 """
@@ -30,41 +30,41 @@ _SIDE = 640  # pixels of an image
 def measure_coco(*, images: int, detections: int, classes: int, repeats: int) -> dict[str, Any]:
     """Times every package on one set, interleaved; seconds are medians.
 
-    Returns: `packages`: of each what it takes from flat arrays to the 12 numbers, how many times
-        faster that is than pycocotools, and the largest difference from its numbers; `ours`: what
-        a whole evaluation takes, and evaluation.json.
+    Returns: `packages`: for each the time from flat arrays to the 12 numbers, how many times faster
+        that is than pycocotools, and the largest difference from its numbers; `ours`: the time of a
+        whole evaluation, and of evaluation.json.
     """
-    dataset, rows_R7 = made_up(images=images, detections=detections, classes=classes, seed=0)
+    dataset, rows_R7 = generate_set(images=images, detections=detections, classes=classes, seed=0)
     truth = collect_objects(dataset)
-    found = select_detections(truth, rows_R7)
-    ours = {"pycocotools": by_pycocotools}
+    detected = select_detections(truth, rows_R7)
+    own_packages = {"pycocotools": by_pycocotools}
     if importlib.util.find_spec("hotcoco"):
-        ours["hotcoco"] = by_hotcoco
+        own_packages["hotcoco"] = by_hotcoco
     packages: dict[str, Callable[[], Sequence[float]]] = {
         name: lambda compute=compute: list(
-            compute(truth, found, classes, COCO_DETECTIONS).summary().values()
+            compute(truth, detected, classes, COCO_DETECTIONS).summary().values()
         )
-        for name, compute in ours.items()
+        for name, compute in own_packages.items()
     }
     if importlib.util.find_spec("faster_coco_eval"):
-        packages["faster-coco-eval"] = lambda: _by_faster_coco_eval(truth, found, classes)
-    taken: dict[str, list[Spent]] = {name: [] for name in packages}
+        packages["faster-coco-eval"] = lambda: _run_faster_coco_eval(truth, detected, classes)
+    timings: dict[str, list[Spent]] = {name: [] for name in packages}
     numbers: dict[str, np.ndarray] = {}
     for _ in range(repeats):
         for name, compute in packages.items():
             spent, result = _timed(compute)
-            taken[name].append(spent)
+            timings[name].append(spent)
             numbers[name] = np.array(result)
-    oracle = numbers["pycocotools"]
-    middle = {name: Spent(*(median(part) for part in zip(*taken[name]))) for name in packages}
+    reference = numbers["pycocotools"]
+    medians = {name: Spent(*(median(part) for part in zip(*timings[name]))) for name in packages}
     report = {
         name: {
             **spent._asdict(),
-            "times_faster": middle["pycocotools"].seconds / spent.seconds,
-            "times_less_cpu": middle["pycocotools"].cpu_seconds / spent.cpu_seconds,
-            "largest_difference": float(np.abs(numbers[name] - oracle).max()),
+            "times_faster": medians["pycocotools"].seconds / spent.seconds,
+            "times_less_cpu": medians["pycocotools"].cpu_seconds / spent.cpu_seconds,
+            "largest_difference": float(np.abs(numbers[name] - reference).max()),
         }
-        for name, spent in middle.items()
+        for name, spent in medians.items()
     }
     return {
         "images": images,
@@ -72,7 +72,7 @@ def measure_coco(*, images: int, detections: int, classes: int, repeats: int) ->
         "objects": len(truth.label_G),
         "classes": classes,
         "repeats": repeats,
-        "metrics": dict(zip(METRICS, oracle.tolist())),
+        "metrics": dict(zip(METRICS, reference.tolist())),
         "packages": report,
         "ours": {
             "evaluation": _timed(lambda: evaluate_boxes(dataset, rows_R7))[0]._asdict(),
@@ -82,7 +82,7 @@ def measure_coco(*, images: int, detections: int, classes: int, repeats: int) ->
 
 
 class Spent(NamedTuple):
-    """Wall time, and CPU time of all threads, which other programs beside it change less."""
+    """The wall time and the CPU time of all threads; other programs change the latter less."""
 
     seconds: float
     cpu_seconds: float
@@ -94,11 +94,11 @@ def _timed(work: Callable[[], Any]) -> tuple[Spent, Any]:
     return Spent(time.perf_counter() - wall, time.process_time() - cpu), result
 
 
-def made_up(
+def generate_set(
     *, images: int, detections: int, classes: int, seed: int
 ) -> tuple[DetectionSet, np.ndarray]:
-    """Objects of all sizes, frequent and rare classes, some crowds; of each image's detections
-    about half lie near an object.
+    """Generates objects of all sizes, frequent and rare classes, some crowds; about half of an
+    image's detections lie near an object.
 
     Returns: the set (no image is on disk), and float32 [images * detections, 7] rows as in
         `ppdist.metrics.coco.evaluate_boxes`.
@@ -143,17 +143,19 @@ def made_up(
 
 
 def _boxes(rng: np.random.Generator, count: int) -> np.ndarray:
-    """xyxy pixels [count, 4], two decimals."""
+    """Generates boxes, xyxy in pixels [count, 4], with two decimals."""
     corner_X2 = rng.uniform(0, 400, (count, 2))
     sides_X2 = np.exp(rng.normal(4, 1, (count, 2))).clip(4, 240)
     return np.concatenate([corner_X2, corner_X2 + sides_X2], axis=1).round(2)
 
 
-def _by_faster_coco_eval(truth: GroundTruth, found: Detections, classes: int) -> Sequence[float]:
+def _run_faster_coco_eval(
+    truth: GroundTruth, detections: Detections, classes: int
+) -> Sequence[float]:
     from faster_coco_eval import COCO, COCOeval_faster
 
     silent = {"print_function": lambda *_, **__: None}
-    sets = make_datasets(COCO, truth, found, classes, **silent)
+    sets = make_datasets(COCO, truth, detections, classes, **silent)
     evaluation = COCOeval_faster(*sets, "bbox", **silent)
     evaluation.evaluate()
     evaluation.accumulate()

@@ -1,8 +1,8 @@
-"""Milliseconds and mAP of exported models in every CPU runtime, and models beside each other.
+"""Measures milliseconds and mAP of exported models in every CPU runtime, and models side by side.
 
-Interleaved.  `measure_runtimes`: each model learns a few drawn images by heart, so that mAP says
-something; their boxes are labelled with 3 of 80 classes, as many as COCO's, so that milliseconds
-say something, too.
+All are measured interleaved.  For `measure_runtimes` each model first learns a few drawn images by
+heart, so that mAP means something; their boxes are labelled with 3 of 80 classes, as many as
+COCO's, so that the milliseconds are realistic, too.
 """
 
 import json
@@ -33,8 +33,8 @@ MODELS = (  # recipe, learning rate at which it learns the images
     ("ppyoloe_plus_s_80e_coco", 0.005),
 )
 THREADS = (1, 2)
-# Beside each other, the first being what the others are compared with.
-BESIDE = (
+# Models that are compared with the first of them.
+COMPARED = (
     "yolov5s_300e_coco",
     "yolov5n_300e_coco",
     "ppyoloe_plus_s_80e_coco",
@@ -44,8 +44,8 @@ BESIDE = (
 )
 _CLASSES, _LEARNED_SIZE, _MEASURED_SIZE = 80, 96, 640
 _IMAGES = 8
-_THRESHOLD = 0.25  # as deployed: above it a handful of boxes, not thousands
-_FIRST = "ONNX Runtime"  # what the others are compared with
+_THRESHOLD = 0.25  # of a deployed model: a handful of boxes lie above it, not thousands
+_FIRST = "ONNX Runtime"  # the runtime with which the others are compared
 _RUNTIMES: tuple[Backend, ...] = ("onnx", "openvino")
 _TOO_SLOW = ("Paddle Inference",)  # without oneDNN
 
@@ -54,9 +54,9 @@ def measure_runtimes(scratch: Path, *, steps: int, rounds: int) -> dict[str, Any
     """Times all runtimes that are installed on each of MODELS, and evaluates them.
 
     Args: steps: of training, each with 8 images.  rounds: see `measure_predictors`.
-    Returns: the command, the runtimes' versions, and of each model: of each number of threads what
-        `measure_predictors` does, and `mAP` of eager and of each runtime on the same images, in
-        their training's size.
+    Returns: the command, the runtimes' versions, and for each model: for each number of threads the
+        result of `measure_predictors`, and `mAP` of eager and of each runtime on the same images,
+        in the size of training.
     """
     data = scratch / "data"
     make_shapes(data, train=_IMAGES, val=1, size=_LEARNED_SIZE, seed=0)
@@ -70,17 +70,19 @@ def measure_runtimes(scratch: Path, *, steps: int, rounds: int) -> dict[str, Any
 
 
 def measure_models(scratch: Path, *, rounds: int) -> dict[str, Any]:
-    """Times BESIDE with fresh weights on one thread, in ONNX Runtime and OpenVINO.
+    """Times COMPARED with fresh weights on one thread, in ONNX Runtime and OpenVINO.
 
-    Nothing scores enough to be suppressed: what suppression takes of a trained model is not in it.
+    With fresh weights nothing scores enough to be suppressed, so the time of suppression is
+    missing.
 
     Args: rounds: see `measure_predictors`.
-    Returns: the runtimes' versions, and of each runtime what `measure_predictors` does by recipe.
+    Returns: the runtimes' versions, and for each runtime the result of `measure_predictors` by
+        recipe.
     """
     report: dict[str, Any] = {"versions": _versions()}
     specs = {}
     with device.on_cpu():
-        for recipe in BESIDE:
+        for recipe in COMPARED:
             config = load_config(recipe, ["model.pretrained=null"])
             spec = _at_size(describe(config, None), _LEARNED_SIZE)
             exported = export_model(build_model(config), scratch / recipe, spec, ("onnx",))
@@ -88,14 +90,14 @@ def measure_models(scratch: Path, *, rounds: int) -> dict[str, Any]:
             process.say(f"{recipe}: exported in {exported.seconds:.0f} s")
         spec = _at_size(spec, _MEASURED_SIZE)
         for backend in _RUNTIMES:
-            found: dict[str, Predictor] = {}
-            for recipe, each in specs.items():
-                predictors = make_predictors(None, scratch / recipe, each, 1, (backend,))
+            by_recipe: dict[str, Predictor] = {}
+            for recipe, recipe_spec in specs.items():
+                predictors = make_predictors(None, scratch / recipe, recipe_spec, 1, (backend,))
                 for predict in predictors.values():
-                    found.setdefault(recipe, predict)  # the first: float32
-            if found:
+                    by_recipe.setdefault(recipe, predict)  # the first: float32
+            if by_recipe:
                 report[backend] = measure_predictors(
-                    found, spec, sample_images(None), batch=1, threads=1, rounds=rounds
+                    by_recipe, spec, sample_images(None), batch=1, threads=1, rounds=rounds
                 )
     return report
 
@@ -126,20 +128,22 @@ def _measure(config: ExperimentConfig, folder: Path, rounds: int) -> dict[str, A
         for name, predict in make_predictors(None, exported, spec, 1).items():
             accuracy[name] = measure_precision(sample, predict, spec)
         large = _at_size(spec, _MEASURED_SIZE)
-        taken = {}
+        timings = {}
         for threads in THREADS:
-            found = make_predictors(None, exported, spec, threads)
-            ordered = {_FIRST: found.pop(_FIRST), **found}
+            predictors = make_predictors(None, exported, spec, threads)
+            ordered = {_FIRST: predictors.pop(_FIRST), **predictors}
             for name in _TOO_SLOW:
                 ordered.pop(name, None)
-            taken[f"threads {threads}"] = measure_predictors(
+            timings[f"threads {threads}"] = measure_predictors(
                 ordered, large, sample_images(None), batch=1, threads=threads, rounds=rounds
             )
-    return {"mAP": accuracy, **taken}
+    return {"mAP": accuracy, **timings}
 
 
 def _at_size(spec: InferenceSpec, side: int) -> InferenceSpec:
-    """The spec with square inputs of that side, pixels, and the threshold of a deployed model."""
+    """Changes a spec to square inputs of that side in pixels, and the threshold of a deployed
+    model.
+    """
     assert spec.nms is not None
     return spec.model_copy(
         update={
@@ -150,7 +154,7 @@ def _at_size(spec: InferenceSpec, side: int) -> InferenceSpec:
 
 
 def _config(recipe: str, data: Path, steps: int, lr: float) -> ExperimentConfig:
-    """A recipe that learns the training images by heart."""
+    """Makes the config of a recipe that learns the training images by heart."""
     images = {"images": "images", "annotations": "annotations/instances_train.json"}
     tree = load_config(recipe).model_dump(mode="json")
     tree["data"] |= {"root": str(data), "train": images, "val": images, "workers": 0}
@@ -175,7 +179,7 @@ def _config(recipe: str, data: Path, steps: int, lr: float) -> ExperimentConfig:
 
 
 def _pad_classes(file: Path) -> None:
-    """Gives the set as many classes as COCO has; no object is of the new ones."""
+    """Gives the set as many classes as COCO has; no object has one of the new classes."""
     content = json.loads(file.read_text(encoding="utf-8"))
     first = len(content["categories"])
     content["categories"] += [

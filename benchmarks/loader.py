@@ -1,4 +1,4 @@
-"""The training loader beside a plain cv2 pipeline, alone and in torch's DataLoader.
+"""Compares the training loader with a plain cv2 pipeline, alone and in torch's DataLoader.
 
     python -m benchmarks.loader -c CONFIG [-o KEY=VALUE ...] [--seconds 30] [--rounds 6]
 
@@ -29,10 +29,11 @@ GREY = 114
 
 
 class Straightforward(Timed):
-    """Naive baseline: mosaic, affine, HSV and flip in this process.
+    """A naive baseline: mosaic, affine, HSV and flip in this process.
 
-    The whole images are decoded and put into a canvas of twice the size, which is then transformed;
-    float32 goes out.  Boxes, which ours carries along, are left out.  One thread, as our workers.
+    Whole images are decoded and put into a canvas of twice the size, which is then transformed to
+    float32.  It has no boxes, which our loader transforms as well.  It has one thread, as our
+    workers.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Straightforward(Timed):
         return len(np.stack([self.sample() for _ in range(self._batch_size)]))
 
     def sample(self) -> np.ndarray:
-        """float32 RGB [3, H, W] in [0, 1]."""
+        """Returns an image, float32 RGB [3, H, W] in [0, 1]."""
         rng, height, width = self._rng, self._height, self._width
         centre_y, centre_x = (int(side * rng.uniform(0.5, 1.5)) for side in (height, width))
         canvas_HW3 = np.full((2 * height, 2 * width, 3), GREY, np.uint8)
@@ -106,8 +107,8 @@ def compare_loaders(
 
     Args:
         seconds: of measuring for each.
-        rounds: in so many turns.
-    Returns: of `ours`, `ours_cached` where data.cache is set, `plain` and `torch`: medians over
+        rounds: number of turns.
+    Returns: for `ours`, `ours_cached` if data.cache is set, `plain` and `torch`: medians over
         rounds of images per second of CPU (of all its processes) and by the clock, and
         `times_plain`, `times_torch`: the median ratio of the former, with the smallest and largest.
     """
@@ -118,7 +119,7 @@ def compare_loaders(
         running: dict[str, Timed] = {"plain": Straightforward(dataset, image_size, batch_size)}
         for name, one in variants.items():
             loading = stack.enter_context(closing(Loading(dataset, one, image_size, batch_size)))
-            loading.read_epoch()  # what is kept is there then, and all code has run once
+            loading.read_epoch()  # fills the cache, and runs all code once
             running[name] = loading
         if config.workers and importlib.util.find_spec("torch"):
             running["torch"] = stack.enter_context(
@@ -137,9 +138,9 @@ def compare_loaders(
             "images_per_second": median(clock for _, clock in pairs),
             "workers": 0 if name == "plain" else running[name].processes,
         }
-        for other in {"plain", "torch"} & rates.keys() - {name}:
-            ratios = sorted(mine[0] / its[0] for mine, its in zip(pairs, rates[other]))
-            report[name][f"times_{other}"] = [median(ratios), ratios[0], ratios[-1]]
+        for baseline in {"plain", "torch"} & rates.keys() - {name}:
+            ratios = sorted(pair[0] / base[0] for pair, base in zip(pairs, rates[baseline]))
+            report[name][f"times_{baseline}"] = [median(ratios), ratios[0], ratios[-1]]
     return report
 
 

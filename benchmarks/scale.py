@@ -1,10 +1,10 @@
-"""Annotations of sets as large as COCO and Objects365: time and memory on 1, 2, 4, 8 ranks.
+"""Measures reading the annotations of sets as large as COCO and Objects365 on 1, 2, 4, 8 ranks.
 
     python benchmarks/scale.py make coco DIR          # or objects365; images are empty files
     python benchmarks/scale.py measure DIR [--ranks 1 2 4 8] [--json FILE]
 
-Each start is a start of its own through fleetrun: ranks join, read the set as training does, and
-end.  The first one of a number of ranks finds no cache.
+It measures time and memory.  Each start goes through fleetrun: ranks join, read the set as training
+does, and end.  The first start with a number of ranks finds no cache.
 """
 
 import argparse
@@ -24,7 +24,10 @@ Report = dict[str, Any]
 
 
 class Size(NamedTuple):
-    """points: coordinates of the outline of each object, 0: none."""
+    """The size of a set.
+
+    points: coordinates of the outline of each object, 0: none.
+    """
 
     images: int
     boxes: int
@@ -38,9 +41,9 @@ SIZES = {
 }
 _SIDES = (640, 480)
 _IN_A_FOLDER = 10_000  # images
-_AT_ONCE = 10_000  # objects that are written at a time
-_SAMPLE_SECONDS = 0.05  # between two, each of which takes 10 ms of a core, more of much memory
-_SAMPLING = 0.2  # share of a core
+_AT_ONCE = 10_000  # objects written at a time
+_SAMPLE_SECONDS = 0.05  # between two samples; one takes 10 ms of a core, more with much memory
+_SAMPLING = 0.2  # largest share of a core that sampling may take
 
 
 def make(size: Size, folder: Path) -> Path:
@@ -69,7 +72,7 @@ def make(size: Size, folder: Path) -> Path:
 
 
 def _annotations(rng: np.random.Generator, owners_O: np.ndarray, first: int, size: Size) -> str:
-    """Some of the annotations, as text."""
+    """Generates some of the annotations, as text."""
     owners = owners_O[first : first + _AT_ONCE].tolist()
     corners = (rng.random((len(owners), 2)) * (400, 300)).round(2).tolist()
     sides = (rng.random((len(owners), 2)) * (200, 150) + 4).round(2).tolist()
@@ -84,17 +87,17 @@ def _annotations(rng: np.random.Generator, owners_O: np.ndarray, first: int, siz
                 "image_id": owner,
                 "bbox": [x, y, w, h],
                 "category_id": label,
-                "id": first + at + 1,
+                "id": first + index + 1,
             }
         )
-        for at, (owner, (x, y), (w, h), label, outline) in enumerate(
+        for index, (owner, (x, y), (w, h), label, outline) in enumerate(
             zip(owners, corners, sides, labels, points)
         )
     )
 
 
 def measure(folder: Path, ranks: list[int]) -> Report:
-    """By the number of ranks: the first start and the second; see `_start`."""
+    """Measures the first and the second start on each number of ranks; see `_start`."""
     report: Report = {"megabytes": round((folder / "train.json").stat().st_size / 1e6)}
     for count in ranks:
         cache = folder / "cache"
@@ -106,11 +109,11 @@ def measure(folder: Path, ranks: list[int]) -> Report:
 
 
 def _start(folder: Path, count: int, cache: Path) -> Report:
-    """One start, summed over the ranks of this host.
+    """Measures one start, summed over the ranks of this host.
 
     Returns: cpu_seconds, seconds (the slowest rank) of reading; peak_mb, kept_mb: memory above that
-        before reading, while it lasts and after; shared pages count once.  What it costs to look at
-        the memory is no part of the CPU seconds.
+        before reading, while it lasts and after; shared pages count once.  The cost of
+        sampling the memory is not part of the CPU seconds.
     """
     out = folder / "figures"
     shutil.rmtree(out, ignore_errors=True)
@@ -119,14 +122,16 @@ def _start(folder: Path, count: int, cache: Path) -> Report:
     command += ["--log_dir", str(folder / "log"), __file__, "rank", str(folder)]
     variables = os.environ | {"XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=variables, check=True, stdout=sys.stderr)
-    found = [json.loads(file.read_bytes()) for file in sorted(out.glob("*.json"))]
-    assert len(found) == count
-    report = {key: round(sum(each[key] for each in found), 2) for key in found[0]}
-    return report | {"seconds": round(max(each["seconds"] for each in found), 2)}
+    figures = [json.loads(file.read_bytes()) for file in sorted(out.glob("*.json"))]
+    assert len(figures) == count
+    report = {
+        key: round(sum(rank_figures[key] for rank_figures in figures), 2) for key in figures[0]
+    }
+    return report | {"seconds": round(max(rank_figures["seconds"] for rank_figures in figures), 2)}
 
 
 def rank(folder: Path) -> None:
-    """What one rank does."""
+    """Reads the set on one rank, and writes its figures."""
     from ppdist.config.data import DataConfig, SplitConfig
     from ppdist.config.distributed import DistributedConfig
     from ppdist.distributed import comm
@@ -146,26 +151,26 @@ def rank(folder: Path) -> None:
     comm.keep_freed_memory()
     figures |= memory.end()
     assert len(checked.train.records) > 0
-    comm.barrier()  # nobody's pages are counted to those that are left
+    comm.barrier()  # else the pages of ranks that have ended would count for the remaining ones
     (folder / "figures" / f"{comm.rank()}.json").write_text(json.dumps(figures))
 
 
 def _tail(file: Path) -> bytes:
-    """The list of classes, at the end of a file that `make` has written."""
+    """Reads the list of classes at the end of a file that `make` has written."""
     with open(file, "rb") as content:
         content.seek(-min(100_000, file.stat().st_size), os.SEEK_END)
         return content.read().rpartition(b'"categories": ')[2].removesuffix(b"}")
 
 
 class _Memory:
-    """Memory of this process above what it has now, sampled in a thread.
+    """The memory of this process above its start, sampled in a thread.
 
-    cpu_seconds: what sampling took.
+    cpu_seconds: of sampling.
     """
 
     def __init__(self) -> None:
         self.cpu_seconds = 0.0
-        self._before = self._most = _pss_mb()
+        self._before = self._peak = _pss_mb()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
@@ -174,18 +179,18 @@ class _Memory:
         pause = _SAMPLE_SECONDS
         while not self._ended.wait(pause):
             before = self.cpu_seconds
-            self._most = max(self._most, _pss_mb())
+            self._peak = max(self._peak, _pss_mb())
             self.cpu_seconds = time.thread_time()
             pause = max(_SAMPLE_SECONDS, (self.cpu_seconds - before) / _SAMPLING)
 
     def end(self) -> dict[str, float]:
         self._ended.set()
         self._thread.join()
-        return {"peak_mb": self._most - self._before, "kept_mb": _pss_mb() - self._before}
+        return {"peak_mb": self._peak - self._before, "kept_mb": _pss_mb() - self._before}
 
 
 def _pss_mb() -> float:
-    """Memory of this process, of shared pages its part."""
+    """Returns the memory of this process, with its part of shared pages."""
     text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
     line = next(line for line in text.splitlines() if line.startswith("Pss:"))
     return int(line.split()[1]) / 1024

@@ -1,7 +1,8 @@
-"""A set of many small objects, for measuring recipes: `python -m benchmarks.small_objects OUT`.
+"""Draws a set of many small objects: `python -m benchmarks.small_objects OUT`.
 
-Each image is a grid of the demo's scenes, so that its objects are a fourth as large and there are
-sixteen times as many: about 50 of 8 to 25 pixels in 256 x 256, of three classes.
+It is for measuring recipes.  Each image is a grid of the demo's scenes, so its objects are a fourth
+as large and sixteen times as
+many: about 50 of 8 to 25 pixels in 256 x 256, of three classes.
 """
 
 import json
@@ -27,7 +28,7 @@ def draw_small_objects(root: Path, seed: int = 0) -> None:
         for index in range(count):
             image_HW3 = np.zeros((side, side, 3), np.uint8)
             for cell in range(_GRID**2):
-                top, left = (_SCENE * at for at in divmod(cell, _GRID))
+                top, left = (_SCENE * cell_index for cell_index in divmod(cell, _GRID))
                 part_HW3, boxes_M4, labels_M = scene(_SCENE, seed, split, index * _GRID**2 + cell)
                 image_HW3[top : top + _SCENE, left : left + _SCENE] = part_HW3
                 for (x1, y1, x2, y2), label in zip(boxes_M4.tolist(), labels_M.tolist()):

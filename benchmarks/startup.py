@@ -1,7 +1,7 @@
-"""Start-up: what passes from a command to the end of its first training step.
+"""Measures start-up: the time from a command to the end of its first training step.
 
-The command runs as users start it, alone and through fleetrun, and ends after that step.
-`python benchmarks/startup.py FILE BEGAN -c CONFIG ...` is the command that is measured.
+The command runs as users start it, alone and through fleetrun, and ends after that step. `python
+benchmarks/startup.py FILE BEGAN -c CONFIG ...` is the command that is measured.
 """
 
 import gc
@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, NoReturn
 
 Report = dict[str, Any]
-# Functions by the part of the start that they are, as `ppdist.engine.build` knows them.
+# Functions of `ppdist.engine.build` -> the part of the start to which they belong.
 _STEPS = {
     "preflight": "checks",
     "find_start": "checks",
@@ -28,13 +28,14 @@ _STEPS = {
     "speed_up_cpu": "kernels' self-check",
     "build_train_step": "optimizer",
 }
-_DEAREST = 12  # packages that are shown
+_SLOWEST_PACKAGES = 12  # packages that are shown
 
 
 def measure_startup(
     launcher: Sequence[str], options: Sequence[str], counts: Sequence[int], repeats: int, out: Path
 ) -> Report:
-    """Seconds from the command to the end of the first step, alone and on several processes.
+    """Measures the seconds from the command to the end of the first step, alone and on several
+    processes.
 
     Args:
         launcher: command of fleetrun without its options.
@@ -47,12 +48,12 @@ def measure_startup(
         import by package, slowed down by the measurement itself.
     Raises: RuntimeError: a run failed; its stderr went to ours.
     """
-    found: dict[int, list[Report]] = {count: [] for count in counts}
+    starts: dict[int, list[Report]] = {count: [] for count in counts}
     for turn in range(repeats):
         for count in counts if turn % 2 == 0 else reversed(counts):
-            found[count].append(_start(launcher, options, count, out / f"{turn}-{count}"))
-    report: Report = {f"{count} processes": _typical(found[count]) for count in counts}
-    return report | {"imports": _imports()}
+            starts[count].append(_start(launcher, options, count, out / f"{turn}-{count}"))
+    report: Report = {f"{count} processes": _typical(starts[count]) for count in counts}
+    return report | {"imports": _time_imports()}
 
 
 def _start(launcher: Sequence[str], options: Sequence[str], count: int, folder: Path) -> Report:
@@ -69,16 +70,16 @@ def _start(launcher: Sequence[str], options: Sequence[str], count: int, folder: 
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode} of {' '.join(command)}")
     report: Report = json.loads(file.read_bytes())
-    used = sum(after[2:4]) - sum(before[2:4])  # of children
+    used = sum(after[2:4]) - sum(before[2:4])  # CPU seconds of children
     return report | {"cpu_seconds": used}
 
 
 def _typical(starts: Sequence[Report]) -> Report:
-    numbers = {key: median(each[key] for each in starts) for key in ("seconds", "cpu_seconds")}
-    numbers["max_rss_mb"] = median(each["max_rss_mb"] for each in starts)
+    numbers = {key: median(start[key] for start in starts) for key in ("seconds", "cpu_seconds")}
+    numbers["max_rss_mb"] = median(start["max_rss_mb"] for start in starts)
     parts = {
         name: {
-            key: median(each["parts"][name][key] for each in starts)
+            key: median(start["parts"][name][key] for start in starts)
             for key in ("seconds", "cpu_seconds")
         }
         for name in starts[0]["parts"]
@@ -86,29 +87,31 @@ def _typical(starts: Sequence[Report]) -> Report:
     return {**numbers, "parts": parts}
 
 
-def _imports() -> dict[str, float]:
+def _time_imports() -> dict[str, float]:
     command = [sys.executable, "-W", "ignore", "-X", "importtime", "-c", "import ppdist.engine.run"]
     text = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True).stderr
-    spent: dict[str, float] = {}
-    for own, name in re.findall(r"^import time: +(\d+) \| +\d+ \| +(\S+)$", text, re.MULTILINE):
+    milliseconds: dict[str, float] = {}
+    for own_microseconds, name in re.findall(
+        r"^import time: +(\d+) \| +\d+ \| +(\S+)$", text, re.MULTILINE
+    ):
         package = name.partition(".")[0]
-        spent[package] = spent.get(package, 0.0) + int(own) / 1000
-    dearest = sorted(spent, key=lambda package: -spent[package])[:_DEAREST]
-    return {package: round(spent[package], 1) for package in dearest}
+        milliseconds[package] = milliseconds.get(package, 0.0) + int(own_microseconds) / 1000
+    slowest = sorted(milliseconds, key=lambda package: -milliseconds[package])[:_SLOWEST_PACKAGES]
+    return {package: round(milliseconds[package], 1) for package in slowest}
 
 
 class _Parts:
-    """Wall and CPU seconds of this process by part, since the command was given."""
+    """The wall and CPU seconds of this process by part, since the command was given."""
 
     def __init__(self, began: float) -> None:
         self._began = began
         self._wall, self._cpu = began, 0.0
-        self.found: dict[str, dict[str, float]] = {}
+        self.parts: dict[str, dict[str, float]] = {}
 
     def end(self, name: str) -> None:
-        """What has passed since the last end belongs to this part."""
+        """Adds the time since the last end to this part."""
         wall, cpu = time.time(), time.process_time()
-        part = self.found.setdefault(name, {"seconds": 0.0, "cpu_seconds": 0.0})
+        part = self.parts.setdefault(name, {"seconds": 0.0, "cpu_seconds": 0.0})
         part["seconds"] += wall - self._wall
         part["cpu_seconds"] += cpu - self._cpu
         self._wall, self._cpu = wall, cpu
@@ -117,16 +120,16 @@ class _Parts:
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        return {"seconds": time.time() - self._began, "max_rss_mb": peak, "parts": self.found}
+        return {"seconds": time.time() - self._began, "max_rss_mb": peak, "parts": self.parts}
 
     def watch(self, module: Any, name: str, part: str) -> None:
-        """Calls of a function are this part, and what came before them is `the rest`."""
-        usual: Callable[..., Any] = getattr(module, name)
+        """Adds calls of a function to this part, and the time before them to `the rest`."""
+        original: Callable[..., Any] = getattr(module, name)
 
         def watched(*arguments: Any, **options: Any) -> Any:
             self.end("the rest")
             try:
-                return usual(*arguments, **options)
+                return original(*arguments, **options)
             finally:
                 self.end(part)
 
@@ -134,7 +137,7 @@ class _Parts:
 
 
 def main() -> NoReturn:
-    """The command that is measured; it ends with the first step."""
+    """Runs the command that is measured; it ends with the first step."""
     file, began, *options = sys.argv[1:]
     parts = _Parts(float(began))
     parts.end("launcher, Python")
@@ -169,7 +172,7 @@ def main() -> NoReturn:
             if comm.is_main():
                 Path(file).write_text(json.dumps(parts.report()), encoding="utf-8")
             comm.barrier()
-            heartbeat.beat("end", 1)  # else fleetrun would take it for a failure
+            heartbeat.beat("end", 1)  # else fleetrun would report a failure
             os._exit(0)
 
     train(arguments, [FirstStep()])

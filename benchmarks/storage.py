@@ -1,10 +1,10 @@
-"""Images a second from plain files, tar shards and an S3 server on loopback.
+"""Measures images a second from plain files, tar shards and an S3 server on loopback.
 
 python -m benchmarks.storage -c CFG [-o KEY=VALUE ...] [--rounds 5] [--batches 8]
 
 The loader prepares batches in this process (data.workers: 0), from each storage in turn; the server
-(moto) is a process of its own, whose CPU seconds are not counted.  A cold round has a cache of its
-own; a warm one finds everything in it.
+(moto) is a separate process, whose CPU seconds are not counted.  A cold round has an empty cache; a
+warm one finds everything in it.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _BATCH_SIZE = 16
 
 
 class Rate(NamedTuple):
-    """Images per second of the clock, and of this process's CPU."""
+    """The images per second of the clock, and of this process's CPU."""
 
     clock: float
     cpu: float
@@ -43,7 +43,9 @@ class Rate(NamedTuple):
 def measure_storage(
     config: DataConfig, size: tuple[int, int], *, rounds: int, batches: int
 ) -> dict[str, Any]:
-    """Rates of each storage as ratios to plain files of the same round: median and spread."""
+    """Measures the rates of each storage as ratios to plain files of the same round: median and
+    spread.
+    """
     with tempfile.TemporaryDirectory() as scratch, _server():
         raw = read_raw(config, "train", quietly)
         for name, shard_bytes in (("files", None), ("shards", 2_000_000)):
@@ -53,32 +55,33 @@ def measure_storage(
         part = SplitConfig(images="images/train", annotations="annotations/instances_train.json")
         split = {"format": "coco", "train": part, "val": part, "workers": 0}
         plain = config.model_copy(update=split)
-        places = {"files": f"{scratch}/files", "shards": f"{scratch}/shards",
+        roots = {"files": f"{scratch}/files", "shards": f"{scratch}/shards",
                   "s3 files": "s3://bucket/files", "s3 shards": "s3://bucket/shards"}  # fmt: skip
-        found: dict[str, list[Rate]] = {}
-        for number in range(rounds + 1):  # the first fills caches of the system and of imports
-            for name, root in places.items():
+        rates_by_storage: dict[str, list[Rate]] = {}
+        # The first round, which does not count, fills caches of the system and of imports.
+        for number in range(rounds + 1):
+            for name, root in roots.items():
                 os.environ["XDG_CACHE_HOME"] = f"{scratch}/cache-{number}"
-                one = plain.model_copy(update={"root": root})
+                storage_config = plain.model_copy(update={"root": root})
                 for heat in ("",) if not root.startswith("s3:") else (" cold", " warm"):
-                    rate = _rate(one, size, batches)
+                    rate = _rate(storage_config, size, batches)
                     if number:
-                        found.setdefault(name + heat, []).append(rate)
+                        rates_by_storage.setdefault(name + heat, []).append(rate)
     return {
         name: {
             kind: _ratios([getattr(a, kind) for a in rates], [getattr(b, kind) for b in first])
             for kind in Rate._fields
         }
         | {"images_per_cpu_second": round(median(rate.cpu for rate in rates), 1)}
-        for first in (found["files"],)
-        for name, rates in found.items()
+        for first in (rates_by_storage["files"],)
+        for name, rates in rates_by_storage.items()
     }
 
 
-def _ratios(ours: list[float], theirs: list[float]) -> list[float]:
-    """[lowest, median, highest]"""
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-    return [round(each, 3) for each in (ratios[0], median(ratios), ratios[-1])]
+def _ratios(numerators: list[float], denominators: list[float]) -> list[float]:
+    """Returns [lowest, median, highest] of the ratios of neighbours."""
+    ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
+    return [round(ratio, 3) for ratio in (ratios[0], median(ratios), ratios[-1])]
 
 
 def _rate(config: DataConfig, size: tuple[int, int], batches: int) -> Rate:
@@ -135,10 +138,10 @@ def main() -> None:
     parser.add_argument("-o", "--override", nargs="*", default=[])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=8)
-    given = parser.parse_args()
-    config = load_config(given.config, given.override)
+    arguments = parser.parse_args()
+    config = load_config(arguments.config, arguments.override)
     report = measure_storage(
-        config.data, config.model.image_size, rounds=given.rounds, batches=given.batches
+        config.data, config.model.image_size, rounds=arguments.rounds, batches=arguments.batches
     )
     print(json.dumps(report, indent=1))
 

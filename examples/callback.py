@@ -1,9 +1,9 @@
-"""A callback of one's own: notes the slowest steps of each rank.
+"""A callback of your own: records the slowest steps of each rank.
 
     fleetrun --nproc_per_node 2 examples/callback.py -c demo -o data.root=output/demo_data
 
-Every rank has its callbacks and calls them at the same moments, so that they may use collectives.
-They look on; what changes the numbers is a key of the configuration.
+Every rank has its callbacks and calls them at the same moments, so they may use collectives. They
+only observe; whatever changes the numbers is a key of the configuration.
 """
 
 import json
@@ -19,7 +19,7 @@ from ppdist.engine.step_policy import StepResult
 
 
 class SlowestSteps(Callback):
-    """Notes the steps of this rank that took longest, and why."""
+    """A record of the steps of this rank that took longest, with the seconds of their parts."""
 
     def __init__(self, count: int = 3) -> None:
         self.count = count
@@ -36,8 +36,8 @@ class SlowestSteps(Callback):
         print(f"after step {step}: mAP {metrics['mAP']:.3f}{', the best' if is_best else ''}")
 
     def on_train_end(self, step: int, reason: str) -> None:
-        slowest = sorted(self.seconds, key=lambda each: -self.seconds[each].wall)[: self.count]
-        rows = [{"step": each, **self.seconds[each]._asdict()} for each in slowest]
+        slowest = sorted(self.seconds, key=lambda step: -self.seconds[step].wall)[: self.count]
+        rows = [{"step": step, **self.seconds[step]._asdict()} for step in slowest]
         file = self.folder / f"slowest_steps_{comm.rank()}.json"
         file.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 

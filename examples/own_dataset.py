@@ -1,4 +1,4 @@
-"""An annotation format of one's own: a CSV file of boxes, named in the configuration.
+"""An annotation format of your own: a CSV file of boxes, named in the configuration.
 
     PYTHONPATH=examples ppdist train -c mine.yml
 
@@ -15,13 +15,13 @@ from ppdist.data.types import Complain, RawImage, RawObject, RawSet, Split
 
 
 class BoxesCsvConfig(DataConfig):
-    """A file of lines `image,width,height,class,left,top,right,bottom` in pixels."""
+    """The keys of a file with lines `image,width,height,class,left,top,right,bottom` in pixels."""
 
     reader: ClassVar[str] = "own_dataset:read"
 
 
 def read(config: BoxesCsvConfig, split: Split, complain: Complain) -> RawSet:
-    """The images of a split with their boxes; what is wrong with them is settled later."""
+    """Reads the images of a split with their boxes; the caller deals with invalid ones."""
     part = config.train if split == "train" else config.val
     root = Path(config.root)
     (folder,), (annotations,) = part.image_folders, part.annotation_files

@@ -1,8 +1,9 @@
-"""A training loop of one's own, in plain sight: data, model, loss, optimizer.
+"""A training loop of your own, in plain sight: data, model, loss, optimizer.
 
     python examples/own_loop.py -c demo -o data.root=output/demo_data train.epochs=2
 
-One process and no more than it needs: no checkpoints, no EMA, no ranks.  `ppdist train` has them.
+It has one process and no more than it needs: no checkpoints, no EMA, no ranks.  `ppdist train` has
+them.
 """
 
 import argparse
@@ -29,9 +30,9 @@ def main() -> None:
     batch_size = int(config.train.batch_size_per_card)
     steps_per_epoch = -(-len(train_set.records) // batch_size)
     steps = int(steps_per_epoch * config.train.epochs)
-    whole = MicroBatches(total_batch=batch_size, images=batch_size, spread=False)
+    batches = MicroBatches(total_batch=batch_size, images=batch_size, spread=False)
     sampler = TrainSampler(
-        len(train_set.records), whole, rank=0, world=1, seed=config.seed,
+        len(train_set.records), batches, rank=0, world=1, seed=config.seed,
         start_step=0, end_step=steps, sizes=[config.model.image_size],
     )  # fmt: skip
     loader = TrainLoader(train_set, config.data, sampler, seed=config.seed)
@@ -49,9 +50,9 @@ def main() -> None:
         totals = criterion.local_normalizers(*targets, size)
         output = criterion(model(model.normalize(batch.images_B3HW)), *targets, step, totals)
         loss = output.total / paddle.clip(output.normalizer, min=1.0)  # a loss is a sum
-        own = output.separate_loss
-        if own is not None:
-            loss = loss + own.total / paddle.clip(own.normalizer, min=1.0)
+        separate_loss = output.separate_loss
+        if separate_loss is not None:
+            loss = loss + separate_loss.total / paddle.clip(separate_loss.normalizer, min=1.0)
         loss.backward()
         optimizer.step()
         optimizer.clear_grad()

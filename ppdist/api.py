@@ -3,13 +3,13 @@
     from ppdist import Detector
 
     detector = Detector("output/my_run")            # or weights, or an export
-    found = detector("bus.jpg")                     # Detections: "4 person, 1 bus"
-    for found in detector("photos/"): ...           # folders, globs, videos: one after the other
+    detections = detector("bus.jpg")                # Detections: "4 person, 1 bus"
+    for detections in detector("photos/"): ...      # folders, globs, videos: one after the other
     better = detector.train(data="data.yml", epochs=20)
     better.evaluate()["mAP"], better.export("exported")
 
-Stable are the names of `ppdist.__all__` with what their docstrings say, and the keys of
-configurations; everything below may move.  docs/python.md is made of these docstrings.
+The names of `ppdist.__all__` with their documented behaviour, and the keys of configurations, are
+stable; everything below may move.  docs/python.md is generated from these docstrings.
 """
 
 import inspect
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:
     _Path = Path
-else:  # before Python 3.12 no class of its own derives from Path itself
+else:  # before Python 3.12 a class can only derive from Path's concrete type
     _Path = type(Path())
 
 Picture: TypeAlias = np.ndarray | Image.Image  # uint8 RGB [H, W, 3], or Pillow's
@@ -65,27 +65,27 @@ Classes: TypeAlias = Sequence[str | int] | str | int | None  # by name or by num
 class Detector:
     """A detector with its weights, ready for images, training and export.
 
-    Several threads may call one: each gets the boxes of its own images.  In Paddle Inference and in
-    OpenVINO they wait for each other; ONNX Runtime computes several calls at once.
+    Several threads may call one detector: each gets the boxes of its own images.  Calls in Paddle
+    Inference and OpenVINO wait for each other; ONNX Runtime computes several at once.
 
     Args:
         weights: a checkpoint, a run's output_dir (its best), an export's folder, its ONNX file,
             a .pt of YOLOv5, .pdparams, .safetensors or .npz, or the name of published weights
             (docs/model_zoo.md), which are downloaded.
-        config: of the weights, a file or the name of a shipped one, where they do not say which
-            model they are of (.pdparams).
-        device: auto (an accelerator where Paddle has one), cpu, gpu, ...; also of training and
+        config: the configuration of the weights, a file or the name of a shipped one, if they do
+            not record their model (.pdparams).
+        device: auto (an accelerator if Paddle has one), cpu, gpu, ...; also for training and
             evaluation.
-        backend: of an export: paddle, onnx or openvino; None: on the CPU the fastest that is
-            installed and that the export was checked in (docs/deploy.md), on a card Paddle
+        backend: the runtime of an export: paddle, onnx or openvino; None: on the CPU the fastest
+            that is installed and that the export was checked in (docs/deploy.md), on a card Paddle
             Inference.
-        threads: CPU threads of an export (1); of weights OMP_NUM_THREADS decides.
-        precision: of an export in OpenVINO: bfloat16 is faster and less exact, on processors that
+        threads: CPU threads of an export (1); for weights OMP_NUM_THREADS decides.
+        precision: for an export in OpenVINO: bfloat16 is faster and less exact, on processors that
             compute in it.
-    Raises: UserError: no such weights, damaged, or of another model.
+    Raises: UserError: the weights do not exist, are damaged, or of another model.
 
     Attributes:
-        names: of class 0, 1, ...
+        names: names of class 0, 1, ...
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Detector:
         overlap: float = 0.2,
         track: bool = False,
     ) -> Any:
-        """Finds objects.
+        """Detects objects in images, videos or streams.
 
         Args:
             source: one image gives Detections: uint8 RGB [H, W, 3] (not OpenCV's BGR), a picture of
@@ -173,19 +173,20 @@ class Detector:
                 list.  What may hold many gives an iterator, which works as it is read: a folder
                 (searched to its depth), a pattern (`photos/*.jpg`), a video, an rtsp address, the
                 number of a camera, or an iterator of images.
-            threshold: lowest score of a box, 0..1; None: that of the best F1 in the last
-                evaluation, where the weights know it, else 0.25.
-            classes: only boxes of these, by name or by number from 0; None: of all.
-            iou: of two boxes of a class that overlap more, the better stays; None: as trained.  Of
-                an export whose graph suppresses boxes it can be lower alone.
-            batch: images at once; of a camera or a stream one.
-            slice: also look at overlapping squares of so many pixels, for small objects.
-            overlap: of these squares, part of their side.
+            threshold: lowest score of a box, 0..1; None: the one of the best F1 in the last
+                evaluation, if the weights record it, else 0.25.
+            classes: only boxes of these classes, by name or by number from 0; None: of all.
+            iou: of two boxes of a class that overlap more, only the better stays; None: as trained.
+                For an export whose graph suppresses boxes it can only be lowered.
+            batch: images at once; for a camera or a stream it is one.
+            slice: also detect in overlapping squares with sides of so many pixels, for small
+                objects.
+            overlap: of neighbouring squares, as a part of their side.
             track: follow objects through the frames of each video, by `Detections.track_ids`
                 (ByteTrack, needs ppdist[track]); the images of an iterator are frames of one.
         Raises: DataError: an image, video or stream cannot be read, the last two when the iterator
-            is read.  Of a folder or pattern such files are skipped with a warning, as are damaged
-            frames of a video, whose others keep their numbers.
+            is read.  Such files of a folder or pattern are skipped with a warning, and so are
+            damaged frames of a video; the other frames keep their numbers.
         """
         from ppdist.predict.model import wanted
 
@@ -193,27 +194,27 @@ class Detector:
         predict = self._predict(iou, slice, overlap, batch)
         if isinstance(source, str | Path | int):
             if is_many(source):
-                found = expand([source])
-                live = any(each.is_live for each in found)
-                frames = _frames(found, skip=len(found) > 1 or not is_video(source))
+                sources = expand([source])
+                live = any(source.is_live for source in sources)
+                frames = _frames(sources, skip=len(sources) > 1 or not is_video(source))
                 return self._detect(predict, frames, choice, 1 if live else batch, track)
             frames = iter([Frame(str(source), None, read_source(source))])
         elif is_picture(source) or not isinstance(source, Iterable):
             frames = iter([Frame("", None, as_image(source))])
         else:
             items: Iterable[Any] = source
-            frames = (_frame(each, at) for at, each in enumerate(items))
+            frames = (_frame(image, index) for index, image in enumerate(items))
             if not isinstance(source, Iterator):
                 return list(self._detect(predict, frames, choice, batch, track))
             if track:
                 numbered = enumerate(frames)
-                frames = (replace(each, name="frames", index=at) for at, each in numbered)
+                frames = (replace(frame, name="frames", index=index) for index, frame in numbered)
             return self._detect(predict, frames, choice, batch, track)
         return next(self._detect(predict, frames, choice, 1, track))
 
-    predict = __call__  # as others call it
+    predict = __call__  # the name in other libraries
 
-    if not TYPE_CHECKING:  # a type checker says itself that there is no such name
+    if not TYPE_CHECKING:  # a type checker reports such a name itself
 
         def __getattr__(self, name: str) -> Any:
             refuse_name("Detector", name)
@@ -233,19 +234,19 @@ class Detector:
     ) -> "Detector":
         """Fine-tunes these weights in this process; the detector stays unchanged.
 
-        Classes whose names agree keep what they know.  The settings are those of the weights' own
-        training; `ppdist.train(data, model=RECIPE, weights=...)` takes a recipe's, fitted to the
-        data.  On several cards use `fleetrun`.
+        Classes whose names agree keep their trained outputs.  The settings are those of the
+        weights' own training; `ppdist.train(data, model=RECIPE, weights=...)` takes a recipe's,
+        fitted to the data.  On several cards use `fleetrun`.
 
         Args:
             data: a data.yaml (ultralytics, Roboflow) or a folder with COCO's JSON, Pascal VOC's XML
                 or YOLO's labels; a configuration, or its `data` section; None: the data of the
                 weights' own training.
             batch: images on this card.
-            output_dir: of the run; None: `output/<name of the data>`, or the first of
+            output_dir: folder of the run; None: `output/<name of the data>`, or the first of
                 `...-2`, `...-3` that is free.
             overrides: more keys of the configuration: "optimizer.lr=0.001", or a mapping.
-            evaluate: on the validation split, and keep the best.
+            evaluate: evaluate on the validation split, and keep the best checkpoint.
             callbacks: see `ppdist.Callback`.
         Returns: the detector with the best weights of the run.
         Raises: UserError: data or configuration are wrong, or the run was stopped.
@@ -260,7 +261,7 @@ class Detector:
         """Measures the weights on the validation split: mAP, mAP50, ...
 
         Args: data: see `train`.
-        Raises: ConfigError: an export, whose accuracy infer.yml tells; DataError: data are wrong.
+        Raises: ConfigError: an export, whose accuracy is in infer.yml.  DataError: data are wrong.
         """
         return evaluate(self.weights, config=self._with_data(data))
 
@@ -281,10 +282,10 @@ class Detector:
 
         self._config = config_for(self.weights, self._given)
         if self._device != "auto":  # for training and evaluation, too
-            self._config = changed(self._config, [_item("device", self._device)])
+            self._config = changed(self._config, [override_item("device", self._device)])
         device.choose(self._config.device)
-        alone = self._given is None
-        return load_weights(self._config, self.weights, _warn, names_alone=alone)
+        has_no_config = self._given is None
+        return load_weights(self._config, self.weights, _warn, names_alone=has_no_config)
 
     def _own_config(self) -> ExperimentConfig:
         if self._config is None:
@@ -312,7 +313,10 @@ class Detector:
     ) -> ExperimentConfig:
         config = self._with_data(data)
         out = output_dir or _free_folder(f"output/{Path(config.data.root).resolve().name}")
-        items = [_item("model.pretrained", str(self.weights)), _item("output_dir", str(out))]
+        items = [
+            override_item("model.pretrained", str(self.weights)),
+            override_item("output_dir", str(out)),
+        ]
         items += [] if epochs is None else [f"train.epochs={epochs:g}"]
         items += [] if batch is None else [f"train.batch_size_per_card={batch}"]
         return changed(config, [*items, *overrides])
@@ -323,10 +327,10 @@ class Detector:
         from ppdist.predict.model import with_iou
         from ppdist.predict.slicing import with_slices
 
-        for name, value, least in (("batch", batch, 1), ("slice", slice, 32)):
-            if value is not None and value < least:
+        for name, value, minimum in (("batch", batch, 1), ("slice", slice, 32)):
+            if value is not None and value < minimum:
                 raise ConfigError(
-                    f"expected {least} or more", code="option_invalid", where=f"{name}={value}"
+                    f"expected {minimum} or more", code="option_invalid", where=f"{name}={value}"
                 )
         if not 0 <= overlap < 1:
             raise ConfigError(
@@ -349,47 +353,50 @@ class Detector:
         from ppdist.predict.sources import predictions
         from ppdist.predict.tracking import make_follower
 
-        follow = make_follower(choice.threshold) if track else lambda frame, found: found
+        follow = make_follower(choice.threshold) if track else lambda frame, detected: detected
         for frame, rows_R6 in predictions(predict, frames, batch):
-            found = detections(frame, choice.of(rows_R6), self._model.spec)
-            yield follow(frame, found)
+            detected = detections(frame, choice.of(rows_R6), self._model.spec)
+            yield follow(frame, detected)
 
 
-def _frames(found: Sequence[Source], skip: bool) -> Iterator[Frame]:
+def _frames(sources: Sequence[Source], skip: bool) -> Iterator[Frame]:
     """Yields the frames of sources, with warnings of damaged ones.
 
     Args: skip: a source that cannot be read is skipped with a warning, not an error.
     """
     read = frames_of if skip else readable_frames
-    for each in found:
-        source = Source(each.place, str(each.place))  # users look for the path they can open
+    for given_source in sources:
+        # Messages name the path that users can open.
+        source = Source(given_source.place, str(given_source.place))
         yield from read(source, lambda reason: _warn(f"{reason}; skipped"))
 
 
-def _frame(given: Any, position: int) -> Frame:
-    if isinstance(given, str | Path):
-        if is_many(given):
+def _frame(image: Any, position: int) -> Frame:
+    if isinstance(image, str | Path):
+        if is_many(image):
             raise DataError(
                 "an item of a list is one image",
                 code="source_of_many",
-                where=str(given),
+                where=str(image),
                 fix="give the folder, pattern or video by itself, not in a list",
             )
-        return Frame(str(given), None, read_source(given))
-    return Frame(f"{position}", None, as_image(given))
+        return Frame(str(image), None, read_source(image))
+    return Frame(f"{position}", None, as_image(image))
 
 
 class Run(_Path):
-    """A training's output_dir: a path, and the numbers of its epochs.
+    """The output_dir of a training: a path with the numbers of its epochs.
 
-    `Run("output/my_run")` opens any run, also one that still trains.
+    `Run("output/my_run")` opens any run, even one that still trains.
     """
 
     def history(self) -> list[dict[str, Any]]:
-        """One row an epoch, ready for `pandas.DataFrame`; see `ppdist report RUN --csv`.
+        """Returns one row for each epoch, ready for `pandas.DataFrame`; see `ppdist report RUN
+        --csv`.
 
-        `epoch`, `step` (its last), the means of `loss` and its parts, `lr`, `images_per_second`,
-        `seconds`, and of an evaluation at its end `mAP`, `mAP50`, `val_loss` and the like.
+        A row has `epoch`, `step` (its last), the means of `loss` and its parts, `lr`,
+        `images_per_second`, `seconds`, and of an evaluation at its end `mAP`, `mAP50`, `val_loss`
+        and the like.
         Raises: UserError: it is not the folder of a run.
         """
         from ppdist.metrics.run import history
@@ -422,21 +429,21 @@ def train(
     On several cards write a program that calls it, and start that by `fleetrun`.
 
     Args:
-        config: a file, the name of a shipped one, or what `load_config` gives; with `model` the
+        config: a file, the name of a shipped one, or the result of `load_config`; with `model` the
             data, as `data`.
         overrides: `key.path=value`, as after -o, or a mapping of values by key, nested or not.
         data: a data.yaml (ultralytics, Roboflow) or a folder with COCO's JSON, Pascal VOC's XML or
-            YOLO's labels; everything else is decided for it.
+            YOLO's labels; everything else is decided from them.
         model: the shipped recipe for `data`: "yolov5n", "ppyoloe_plus_s", ...
         epochs: passes over the training images; "+50" extends the `resume` run by 50.
         batch: images on this card, or "auto".
         weights: a name or a file to start from, as model.pretrained.
         image_size: pixels; one number is a square, two are height and width.
         output_dir: where the run writes.
-        evaluate: on the validation split during training, and keep the best.
+        evaluate: evaluate on the validation split during training, and keep the best checkpoint.
         resume: a checkpoint or an output_dir, alone with its own settings; "auto": that of this
             run, where there is one.
-            Without it a run that is not told where to write takes output/run, or the first of
+            Without it and without `output_dir`, a run takes output/run, or the first of
             output/run-2, output/run-3 that is free.
         callbacks: called in this order at the moments of the training.
     Returns: the run's output_dir, a Path; `Detector(run)` opens its best weights, `run.history()`
@@ -447,7 +454,7 @@ def train(
     require_paddle()
     _require_callbacks(callbacks)
     source = config if data is None else data
-    with _signals_given_back():
+    with _restored_signals():
         from ppdist.data.datasets.layout import is_layout
         from ppdist.engine.continuation import AUTO, Continuation
         from ppdist.engine.recipe import TrainOptions
@@ -502,7 +509,7 @@ def evaluate(
 
     Args:
         weights: see `Detector`.
-        config: see `train`; None: what the weights say of themselves.
+        config: see `train`; None: the one in the weights.
         overrides: see `train`.
     Raises: UserError: weights, data or configuration are wrong.
     """
@@ -512,13 +519,13 @@ def evaluate(
     from ppdist.distributed import comm
     from ppdist.engine.run import prepare_evaluation
 
-    with _signals_given_back():
+    with _restored_signals():
         comm.init(resolved.device, resolved.distributed)
         ready = prepare_evaluation(resolved, file)
         for note in ready.notes:
             _warn(note)
-        found: Any = ready.evaluator.predict(ready.model)
-        return comm.run_on_main(lambda: ready.evaluator.measure(found))
+        predictions: Any = ready.evaluator.predict(ready.model)
+        return comm.run_on_main(lambda: ready.evaluator.measure(predictions))
 
 
 @answering("export", ExportOptions.model_fields)
@@ -564,15 +571,15 @@ def _require_callbacks(callbacks: Sequence[object]) -> None:
         return
     from ppdist.engine.callbacks import Callback
 
-    for each in callbacks:
-        if not isinstance(each, Callback):
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
             raise ConfigError(
-                "no callback", code="callback_unknown", where=f"callbacks: {each!r}",
+                "no callback", code="callback_unknown", where=f"callbacks: {callback!r}",
                 fix="derive its class from ppdist.Callback, and give an instance of it",
             )  # fmt: skip
 
 
-def _resolved_config(config: Config, overrides: Sequence[str]) -> ExperimentConfig:
+def _resolve_config(config: Config, overrides: Sequence[str]) -> ExperimentConfig:
     if isinstance(config, ExperimentConfig):
         return changed(config, overrides)
     return load_config(config, overrides)
@@ -584,39 +591,39 @@ def config_for(
     overrides: Sequence[str] = (),
     needs_data: bool = False,
 ) -> ExperimentConfig:
-    """The configuration given, or the one that the weights bring along."""
+    """Returns the given configuration, or the one that the weights bring along."""
     if config is None:
         from ppdist.models.model_card import config_of_weights
 
         return config_of_weights(weights, overrides, needs_data=needs_data)
-    return _resolved_config(config, overrides)
+    return _resolve_config(config, overrides)
 
 
-def _item(key: str, value: str) -> str:
-    """An item of -o whose value means itself (`a #b`, `2024`)."""
+def override_item(key: str, value: str) -> str:
+    """Writes an item of -o whose value is taken literally (`a #b`, `2024`)."""
     return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _free_folder(name: str) -> str:
-    """The folder, or the first unused of `name-2`, ...  Collective.
+    """Returns the folder, or the first unused one of `name-2`, ...  Collective.
 
     A job restarted by fleetrun continues in the one it had.
     """
     from ppdist.distributed import comm
 
     def find() -> str:
-        before, chosen, number = name, name, 1
-        while Path(chosen).exists():
+        last_used, candidate, number = name, name, 1
+        while Path(candidate).exists():
             number += 1
-            before, chosen = chosen, f"{name}-{number}"
-        return before if comm.was_restarted() else chosen
+            last_used, candidate = candidate, f"{name}-{number}"
+        return last_used if comm.was_restarted() else candidate
 
-    found: str = comm.run_on_main(find)
-    return found
+    folder: str = comm.run_on_main(find)
+    return folder
 
 
 def _weights_file(weights: Place) -> Path:
-    """The one place that says what weights may be called."""
+    """Returns the file of weights; the one place that resolves their names."""
     from ppdist.models.weights import checkpoint_of
 
     return checkpoint_of(Path(weights))
@@ -626,10 +633,10 @@ def _weights_file(weights: Place) -> Path:
 
 
 @contextmanager
-def _signals_given_back() -> Iterator[None]:
-    """What a training listens to is its caller's again afterwards.
+def _restored_signals() -> Iterator[None]:
+    """Restores the caller's signal handlers after a training.
 
-    Raises: ConfigError: not the main thread, where Python hears no signal.
+    Raises: ConfigError: not the main thread, the only one that Python lets handle signals.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(

@@ -13,7 +13,7 @@ from ppdist.common import job, process
 from ppdist.common.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
 from tests.source_tree import REPOSITORY as ROOT
 from tests.source_tree import nodes_of, sources, tree_of
-from tools.docs import Site, error_table, sites
+from tools.docs import Site, error_table, find_sites
 
 # Here an error is made of what has its code already: of a file, or of another process.
 _PASSED_ON = {
@@ -34,7 +34,7 @@ _COMPARE = ("startswith", "endswith", "search", "match", "fullmatch", "find", "i
 
 @pytest.fixture(scope="module")
 def found() -> list[Site]:
-    return sites({str(path.relative_to(ROOT)): tree_of(path) for path in sources().values()})
+    return find_sites({str(path.relative_to(ROOT)): tree_of(path) for path in sources().values()})
 
 
 def test_every_user_error_has_snake_case_code(found: list[Site]) -> None:

@@ -1,6 +1,6 @@
 """Regenerates pages of docs/ and configs/schema.json from the source: tools/docs.py [NAME ...]
 
-Of docs/batch.md it regenerates the table between two marks, of docs/architecture.md the step.
+In docs/batch.md only the table between two marks is regenerated, in docs/architecture.md the step.
 """
 
 import ast
@@ -38,11 +38,11 @@ from ppdist.models.zoo import MIRROR, OFFLINE, PublishedWeights, Source, zoo
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-# --- docs/config.md and configs/schema.json, what sections say ------------------------------------
+# --- docs/config.md and configs/schema.json, from the sections ------------------------------------
 
 
 def config_text(schema: SectionType) -> str:
-    """docs/config.md: one table for each section, in the order of the tree."""
+    """Returns docs/config.md: one table for each section, in the order of the tree."""
     lines = [
         "# Configuration keys",
         "",
@@ -85,7 +85,7 @@ def _introduction(section: SectionType) -> list[str]:
 
 
 def _meaning(field: FieldInfo) -> str:
-    """Its description; a section may leave that to the first sentence of its docstring."""
+    """Returns the description of a key, or else the first sentence of its section's docstring."""
     documented = [section.__doc__ for section in sections_in(field.annotation) if section.__doc__]
     about = " ".join(documented[0].split()).split(". ")[0] if documented else ""
     text = field.description or about
@@ -100,7 +100,7 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined or isinstance(value, BaseModel):
         return "see below"
-    if isinstance(value, tuple | list) and any(isinstance(item, BaseModel) for item in value):
+    if isinstance(value, tuple | list) and any(isinstance(entry, BaseModel) for entry in value):
         return "see below"
     return f"`{json.dumps(value, default=str)}`"
 
@@ -112,7 +112,7 @@ def _cell(text: str) -> str:
 
 
 def json_schema(schema: SectionType) -> dict[str, Any]:
-    """The JSON schema that editors use for completion.
+    """Returns the JSON schema that editors use for completion.
 
     Nothing is required in it, because a base file or -o may give the rest, and `_BASE_` is known.
     """
@@ -129,15 +129,15 @@ def json_schema(schema: SectionType) -> dict[str, Any]:
 
 def _without_required(value: Any, under_properties: bool = False) -> Any:
     if isinstance(value, list):
-        return [_without_required(item) for item in value]
+        return [_without_required(entry) for entry in value]
     if not isinstance(value, dict):
         return value
     renamed = (
         value if under_properties else {("anyOf" if k == "oneOf" else k): value[k] for k in value}
     )
     return {
-        key: _without_required(item, key == "properties" and not under_properties)
-        for key, item in renamed.items()
+        key: _without_required(entry, key == "properties" and not under_properties)
+        for key, entry in renamed.items()
         if under_properties or key not in ("required", "discriminator")
     }
 
@@ -176,20 +176,29 @@ class Site:
     fix: str
 
 
-def error_table(found: Sequence[Site]) -> str:
-    """docs/errors.md.  Args: found: what `sites` has."""
-    of_code: dict[str, list[Site]] = {}
-    for site in found:
+def error_table(sites: Sequence[Site]) -> str:
+    """Returns docs/errors.md.
+
+    Args: sites: result of `find_sites`.
+    """
+    sites_of_code: dict[str, list[Site]] = {}
+    for site in sites:
         for code in site.codes:
-            of_code.setdefault(code, []).append(site)
-    return _ERRORS_HEAD + "".join(_row(code, of_code[code]) for code in sorted(of_code))
+            sites_of_code.setdefault(code, []).append(site)
+    return _ERRORS_HEAD + "".join(_row(code, sites_of_code[code]) for code in sorted(sites_of_code))
 
 
-def _row(code: str, found: list[Site]) -> str:
-    told = max(found, key=lambda site: bool(site.what.strip("… :")))  # the first that says it
-    kinds = ", ".join(sorted({site.kind for site in found}))
-    files = ", ".join(sorted({f"`{site.path}`" for site in found}))
-    cells = (f"`{code}`", kinds, *(_escaped(text) for text in (told.what, told.fix)), files)
+def _row(code: str, sites: list[Site]) -> str:
+    # `max` takes the first site with a text.
+    complete_site = max(sites, key=lambda site: bool(site.what.strip("… :")))
+    kinds = ", ".join(sorted({site.kind for site in sites}))
+    files = ", ".join(sorted({f"`{site.path}`" for site in sites}))
+    cells = (
+        f"`{code}`",
+        kinds,
+        *(_escaped(text) for text in (complete_site.what, complete_site.fix)),
+        files,
+    )
     return f"| {' | '.join(cells)} |\n"
 
 
@@ -197,8 +206,8 @@ def _escaped(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
-def trees() -> dict[str, ast.Module]:
-    """Each file of `ppdist` and `tools` by its path in the repository."""
+def parse_files() -> dict[str, ast.Module]:
+    """Parses each file of `ppdist` and `tools`, by its path in the repository."""
     return {
         str(path.relative_to(REPOSITORY)): ast.parse(path.read_text(encoding="utf-8"))
         for folder in ("ppdist", "tools")
@@ -206,21 +215,21 @@ def trees() -> dict[str, ast.Module]:
     }
 
 
-def sites(trees: Mapping[str, ast.Module]) -> list[Site]:
-    """All of these files, in their order and by line."""
+def find_sites(trees: Mapping[str, ast.Module]) -> list[Site]:
+    """Lists the sites of all these files, in their order and by line."""
     kinds = _kinds(trees)
     return [
         site
         for path, tree in trees.items()
-        for site in sorted(_of_file(path, tree, kinds), key=lambda site: site.line)
+        for site in sorted(_find_in_file(path, tree, kinds), key=lambda site: site.line)
     ]
 
 
 def _kinds(trees: Mapping[str, ast.Module]) -> dict[str, str]:
-    """Of each class of errors with codes."""
+    """Finds the kind of each class of errors with codes."""
     nodes = [node for tree in trees.values() for node in tree.body]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-    kinds = {_BASE_CLASS: "", "FileError": "user"}  # which ppdist reports as one of its own
+    kinds = {_BASE_CLASS: "", "FileError": "user"}  # ppdist reports it as one of its own
     before = 0
     while len(kinds) > before:
         before = len(kinds)
@@ -238,14 +247,14 @@ def _own_kind(node: ast.ClassDef) -> str:
     return ""
 
 
-def _of_file(path: str, tree: ast.Module, kinds: Mapping[str, str]) -> Iterator[Site]:
+def _find_in_file(path: str, tree: ast.Module, kinds: Mapping[str, str]) -> Iterator[Site]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
         if name not in kinds:
             continue
-        given = {each.arg: each.value for each in node.keywords}
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
         what = _text(node.args[0]) if node.args else ""
         where = _text(given["where"]) if "where" in given else ""
         what = f"{where}: {what}" if where.strip("… :") else what
@@ -254,7 +263,7 @@ def _of_file(path: str, tree: ast.Module, kinds: Mapping[str, str]) -> Iterator[
 
 
 def _codes(value: ast.expr | None) -> tuple[str, ...]:
-    """A literal, or one of two."""
+    """Returns the code of a literal, or those of a conditional expression."""
     if isinstance(value, ast.IfExp):
         return _codes(value.body) + _codes(value.orelse)
     if isinstance(value, ast.Constant) and isinstance(value.value, str):
@@ -270,7 +279,7 @@ def _text(value: ast.expr) -> str:
     return "…"
 
 
-# --- docs/commands.md, what --help says -----------------------------------------------------------
+# --- docs/commands.md, from --help ----------------------------------------------------------------
 
 _COMMANDS_HEAD = """# Commands
 
@@ -287,20 +296,20 @@ _SUBCOMMANDS = re.compile(r"\{([\w,-]+)\} \.\.\.")  # at the end of a usage
 
 
 def commands_text() -> str:
-    """docs/commands.md."""
+    """Returns docs/commands.md."""
     parts = [_COMMANDS_HEAD]
-    for command, what in COMMANDS.items():
-        text = _help_of(command)
-        parts.append(f"## ppdist {command}\n\n{what[0].upper()}{what[1:]}.\n\n{_block(text)}")
-        found = _SUBCOMMANDS.search(text)
+    for command, summary in COMMANDS.items():
+        text = _read_help(command)
+        parts.append(f"## ppdist {command}\n\n{summary[0].upper()}{summary[1:]}.\n\n{_block(text)}")
+        match = _SUBCOMMANDS.search(text)
         parts += [
-            f"### ppdist {command} {name}\n\n{_block(_help_of(command, name))}"
-            for name in (found[1].split(",") if found else ())
+            f"### ppdist {command} {name}\n\n{_block(_read_help(command, name))}"
+            for name in (match[1].split(",") if match else ())
         ]
     return "\n".join(parts)
 
 
-def _help_of(command: str, *words: str) -> str:
+def _read_help(command: str, *words: str) -> str:
     shown, argv, columns = io.StringIO(), sys.argv, os.environ.get("COLUMNS")
     sys.argv, os.environ["COLUMNS"] = [f"ppdist {command}", *words, "--help"], "100"
     try:
@@ -318,7 +327,7 @@ def _block(text: str, language: str = "text") -> str:
     return f"```{language}\n{text.rstrip()}\n```\n"
 
 
-# --- docs/python.md, what docstrings say ----------------------------------------------------------
+# --- docs/python.md, from docstrings --------------------------------------------------------------
 
 _PYTHON_HEAD = """# ppdist in Python
 
@@ -362,31 +371,32 @@ dictionary `data={...}` is the `data` section of a configuration. Several thread
 
 
 def python_text() -> str:
-    """docs/python.md."""
+    """Returns docs/python.md."""
     parts = [_PYTHON_HEAD]
     for name in sorted(set(ppdist.__all__) - {"__version__"}, key=str.lower):
-        found = getattr(ppdist, name)
-        if inspect.ismodule(found):  # `export` is the folder of that name, too
-            found = getattr(sys.modules[ppdist.train.__module__], name)
-        parts.append(_entry(f"## {name}", name, found))
-        if inspect.isclass(found):
+        member = getattr(ppdist, name)
+        if inspect.ismodule(member):  # `export` is also the folder of that name
+            member = getattr(sys.modules[ppdist.train.__module__], name)
+        parts.append(_entry(f"## {name}", name, member))
+        if inspect.isclass(member):
             parts += [
-                _entry(f"### {name}.{each}", each, value)
-                for each, value in vars(found).items()
-                if inspect.isfunction(value) and (each == "__call__" or not each.startswith("_"))
+                _entry(f"### {name}.{method}", method, value)
+                for method, value in vars(member).items()
+                if inspect.isfunction(value)
+                and (method == "__call__" or not method.startswith("_"))
             ]
     return "\n".join(parts)
 
 
-def _entry(head: str, name: str, found: Any) -> str:
-    shown = "" if inspect.isclass(found) else _signature(name, found)
-    return f"{head}\n\n{shown}{_block(inspect.getdoc(found) or 'See its class.')}"
+def _entry(head: str, name: str, member: Any) -> str:
+    signature = "" if inspect.isclass(member) else _signature(name, member)
+    return f"{head}\n\n{signature}{_block(inspect.getdoc(member) or 'See its class.')}"
 
 
-def _signature(name: str, found: Any) -> str:
-    shown = f"{name}{inspect.signature(found)}"
-    shown = re.sub(r"\bself(, )?|(?:pathlib|collections\.abc|typing|numpy)\.", "", shown)
-    return _block(shown.replace("'", ""), "python") + "\n"
+def _signature(name: str, member: Any) -> str:
+    text = f"{name}{inspect.signature(member)}"
+    text = re.sub(r"\bself(, )?|(?:pathlib|collections\.abc|typing|numpy)\.", "", text)
+    return _block(text.replace("'", ""), "python") + "\n"
 
 
 # --- docs/model_zoo.md ----------------------------------------------------------------------------
@@ -433,19 +443,19 @@ printed, kept beside the file, and checked whenever the file is used.
 """
 
 
-def _latency(found: Mapping[str, Any] | None) -> str:
-    if found is None:
+def _latency(runtimes: Mapping[str, Any] | None) -> str:
+    if runtimes is None:
         return "-"
-    shown = ("ONNX Runtime", "OpenVINO", "Paddle Inference, oneDNN")
-    predictors = found["threads 2"]["predictors"]
-    return " / ".join(f"{predictors[name]['median_ms']:.0f}" for name in shown)
+    columns = ("ONNX Runtime", "OpenVINO", "Paddle Inference, oneDNN")
+    predictors = runtimes["threads 2"]["predictors"]
+    return " / ".join(f"{predictors[name]['median_ms']:.0f}" for name in columns)
 
 
 def zoo_text() -> str:
-    """docs/model_zoo.md."""
-    measured = read_runtimes()
-    found, machine = measured["result"], measured["machine"]
-    runtimes = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    """Returns docs/model_zoo.md."""
+    report = read_runtimes()
+    results, machine = report["result"], report["machine"]
+    runtimes = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     parts = [
         _ZOO_HEAD,
         f"""
@@ -453,7 +463,7 @@ def zoo_text() -> str:
 
 `ms` is ours: ONNX Runtime / OpenVINO / Paddle Inference, float32, two threads, one image of 640
 pixels each way, in pixels and out boxes. Medians of
-`{found["command"]}` on {machine["cores"]} cores
+`{results["command"]}` on {machine["cores"]} cores
 ({machine["processor"]}; {runtimes}), of models of our
 own training with 80 classes. A dash: not measured. [More](dev/performance.md#predicting).
 """,
@@ -467,28 +477,30 @@ own training with 80 classes. A dash: not measured. [More](dev/performance.md#pr
             f"Licence: {source.licence} ({source.remark}). Source: <{source.home}>,\n"
             f"{source.documents}.\n\n"
         )
-        sized = any(entry.mebibytes for entry in entries)  # one publisher tells it
-        heads = ["name", "parameters, M", *["file, MiB"] * sized]
+        has_sizes = any(entry.mebibytes for entry in entries)  # one publisher tells it
+        heads = ["name", "parameters, M", *["file, MiB"] * has_sizes]
         heads += ["published", "protocol", "ms", "fits `-c`"]
         parts.append(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n")
         for entry in entries:
-            fits = " ".join([f"`{entry.config}`", *(f"`-o {item}`" for item in entry.overrides)])
+            fits = " ".join(
+                [f"`{entry.config}`", *(f"`-o {override}`" for override in entry.overrides)]
+            )
             cells = (
                 f"[`{entry.name}`]({entry.url})",
                 number_or_dash(entry.parameters),
-                *[number_or_dash(entry.mebibytes)] * sized,
+                *[number_or_dash(entry.mebibytes)] * has_sizes,
                 published_figure(entry),
                 entry.protocol.name if entry.protocol else "-",
-                _latency(found.get(entry.config)),
+                _latency(results.get(entry.config)),
                 fits,
             )
             parts.append(f"| {' | '.join(cells)} |\n")
     parts.append("\n## Protocols\n\n| protocol | data | how | keys |\n|---|---|---|---|\n")
     protocols = {entry.protocol.name: entry.protocol for entry in zoo().values() if entry.protocol}
-    for name, each in protocols.items():
-        images = f", {each.images} images" if each.images else ""
-        keys = " ".join(f"`{item}`" for item in each.overrides) or "-"
-        parts.append(f"| {name} | {each.dataset}{images} | {each.about} | {keys} |\n")
+    for name, protocol in protocols.items():
+        images = f", {protocol.images} images" if protocol.images else ""
+        keys = " ".join(f"`{override}`" for override in protocol.overrides) or "-"
+        parts.append(f"| {name} | {protocol.dataset}{images} | {protocol.about} | {keys} |\n")
     parts.append(
         f"\n`ppdist verify zoo` says PASS within {TOLERANCE} of the published figure, and NOT "
         "COMPARED on other data\nthan the protocol's, by the number of images.\n"
@@ -601,7 +613,7 @@ PAGES: dict[str, Callable[[], str]] = {
     ),
     "docs/architecture.md": architecture_text,
     "docs/batch.md": batch_text,
-    "docs/errors.md": lambda: error_table(sites(trees())),
+    "docs/errors.md": lambda: error_table(find_sites(parse_files())),
     "docs/model_zoo.md": zoo_text,
     "docs/commands.md": commands_text,
     "docs/python.md": python_text,

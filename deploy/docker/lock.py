@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PADDLE = "paddlepaddle"  # apart: the image for cards has another one in its place
+PADDLE = "paddlepaddle"  # locked apart: the image for cards replaces it
 
 
 def resolve(*requirements: str) -> dict[str, str]:
-    """Name -> the line of the lock, of what pip would install into an empty environment."""
+    """Resolves requirements as pip would in an empty environment: name -> line of the lock."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
     command += ["--only-binary", ":all:", "--report", "-", *requirements]
     report = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
@@ -23,7 +23,7 @@ def resolve(*requirements: str) -> dict[str, str]:
     for package in report["install"]:
         name, version = package["metadata"]["name"], package["metadata"]["version"]
         hashes = package["download_info"].get("archive_info", {}).get("hashes", {})
-        if "sha256" in hashes:  # all but ppdist itself
+        if "sha256" in hashes:  # ppdist itself has none
             lines[name.lower()] = f"{name}=={version} --hash=sha256:{hashes['sha256']}"
     return lines
 
@@ -39,11 +39,11 @@ def main() -> int:
     if sys.version_info[:2] != (3, 12):
         print("lock.py: the images have Python 3.12: start it with python3.12", file=sys.stderr)
         return 2
-    # setuptools: builds ppdist itself, without fetching a builder that nobody has pinned.
+    # setuptools builds ppdist itself; pip would otherwise fetch a builder that is not pinned.
     train = resolve(".[cpu,monitoring,onnx,tensorboard]", "setuptools")
     write("paddle-cpu", {PADDLE: train.pop(PADDLE)})
     write("train", train)
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as pins:  # one version of each in both
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as pins:  # the same version in both locks
         pins.writelines(f"{line.partition(' ')[0]}\n" for line in train.values())
         pins.flush()
         write("serve", resolve("-c", pins.name, "-r", "deploy/serving/requirements.txt"))

@@ -1,4 +1,4 @@
-"""One thread that owns the model and answers waiting images in batches."""
+"""Runs the model in one thread, which answers waiting images in batches."""
 
 import logging
 import queue
@@ -14,17 +14,21 @@ _log = logging.getLogger("serving")
 
 
 class Model(Protocol):
-    """What ppdist/runtime/predictor.py makes."""
+    """The interface of the predictor of ppdist/runtime/predictor.py."""
 
     spec: dict[str, Any]
     identity: dict[str, str]  # name, and sha256 of its file
 
     def __call__(self, images: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Args: uint8 RGB [H, W, 3] each.  Returns: rows_R6 each, or probabilities_C."""
+        """Predicts images.
+
+        Args: images: uint8 RGB [H, W, 3].
+        Returns: for each image rows_R6, or probabilities_C.
+        """
 
 
 class _Job:
-    """An image and where its answer goes."""
+    """An image and the future of its answer."""
 
     def __init__(self, image_HW3: np.ndarray) -> None:
         self.image_HW3 = image_HW3
@@ -32,17 +36,17 @@ class _Job:
 
 
 class Batcher:
-    """The model is made, warmed up and called in one thread: runtimes keep threads' settings apart.
+    """The thread that makes, warms up and calls the model: runtimes keep settings by thread.
 
-    A batch is taken when it is full, when every request that is under way is in it (so one client
-    alone never waits), or `most_delay` seconds after its first image.  The model gets it in parts
-    of `sizes`: OpenVINO compiles a model for each size, which takes seconds and memory.
+    A batch is taken when it is full, when every request under way is in it (so a single client
+    never waits), or `most_delay` seconds after its first image.  The model gets it in parts of
+    `sizes`: OpenVINO compiles a model for each size, which takes seconds and memory.
 
     Args:
         load: makes the model.
-        most_images: of one batch.
-        under_way: how many requests may still send an image, those in the batch included.
-        measured: told the images and the seconds of each batch.
+        most_images: limit of one batch.
+        under_way: returns how many requests may still send an image, those in the batch included.
+        measured: gets the images and the seconds of each batch.
     """
 
     def __init__(
@@ -64,18 +68,23 @@ class Batcher:
         self._ended: Callable[[], None] = lambda: None
 
     def start(self, ended: Callable[[], None] = lambda: None) -> None:
-        """Args: ended: called in the thread when it ends, for whatever reason."""
+        """Starts the thread.
+
+        Args: ended: called in the thread when it ends, for whatever reason.
+        """
         self._ended = ended
         self._thread.start()
 
     def submit(self, image_HW3: np.ndarray) -> "Future[np.ndarray]":
-        """Its rows_R6 or probabilities_C; cancel it if nobody waits for them any longer."""
+        """Submits an image; the future gives rows_R6 or probabilities_C.  Cancel it if nobody
+        waits.
+        """
         job = _Job(image_HW3)
         self._jobs.put(job)
         return job.answer
 
     def stop(self, seconds: float) -> None:
-        """Answers what has been submitted, waiting so long for it at most."""
+        """Answers what has been submitted, within so many seconds."""
         self._jobs.put(None)
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -84,7 +93,7 @@ class Batcher:
         return self._thread.is_alive()
 
     def busy_seconds(self) -> float:
-        """How long the batch that is being computed has taken by now."""
+        """Returns how long the batch that is being computed has taken by now."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -97,7 +106,7 @@ class Batcher:
             self._warm_up(model)
             self.model = model
             while self._answer(model, self._next_batch()):
-                pass  # no name here keeps a batch's images alive while the next is waited for
+                pass  # no variable keeps a batch's images alive while the next batch is awaited
         except Exception as error:  # serve() reports it and ends the process
             self.failure = error
         finally:
@@ -111,7 +120,7 @@ class Batcher:
             model([np.full((height, width, 3), 114, np.uint8)] * images)
 
     def _next_batch(self) -> list[_Job]:
-        """Waits for images; an empty list is the end."""
+        """Waits for images; returns an empty list at the end."""
         job = self._jobs.get()
         if job is None:
             return []
@@ -129,7 +138,7 @@ class Batcher:
         return batch
 
     def _answer(self, model: Model, batch: list[_Job]) -> bool:
-        """Returns: False where the batch is the end."""
+        """Answers a batch; returns False if the batch is the end."""
         wanted = [job for job in batch if job.answer.set_running_or_notify_cancel()]
         while wanted:
             size = next(size for size in self.sizes if size <= len(wanted))
@@ -137,7 +146,7 @@ class Batcher:
             self._busy_since = started = time.monotonic()
             results = self._predict(model, part)
             self._busy_since = None
-            # First: whoever has an answer finds it counted.
+            # Before the answers, so that a client that has one finds it counted.
             self._measured(size, time.monotonic() - started)
             for job, result in zip(part, results, strict=True):
                 if isinstance(result, Exception):
@@ -147,10 +156,12 @@ class Batcher:
         return bool(batch)
 
     def _predict(self, model: Model, batch: list[_Job]) -> list[Any]:
-        """What each image gets; one that the model cannot take fails alone, not its whole batch."""
+        """Predicts each image; an image that the model refuses fails alone, not with its whole
+        batch.
+        """
         try:
             return list(model([job.image_HW3 for job in batch]))
-        except Exception as error:  # whatever a runtime raises goes to whoever waits
+        except Exception as error:  # any error of a runtime goes to the waiting request
             if len(batch) == 1:
                 return [error]
             _log.warning("a batch of %d failed (%s): image by image now", len(batch), error)
@@ -158,6 +169,6 @@ class Batcher:
 
 
 def _sizes(most_images: int) -> tuple[int, ...]:
-    """Sizes of batches, descending: `most_images`, and each smaller power of two."""
+    """Lists the sizes of batches, descending: `most_images`, and each smaller power of two."""
     powers = (2**power for power in range(most_images.bit_length()))
     return tuple(sorted({most_images, *powers}, reverse=True))

@@ -3,7 +3,7 @@
     curl --data-binary @image.jpg http://127.0.0.1:8000/detect
 
 POST /detect gives boxes as JSON, GET /docs a page to try it; /health, /ready and /metrics are for
-whoever runs it.  README.md beside this file has the whole story.
+operators.  README.md beside this file has the details.
 """
 
 import argparse
@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import NoReturn
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Blocked, and received by a thread that waits for them: so handlers that a runtime installs do not
-# matter (importing Paddle replaces SIGTERM's with one that ends the process).  Done before the
-# imports below, because threads inherit the mask and importing NumPy starts some.
+# These signals are blocked, and received by a thread that waits for them.  So handlers that a
+# runtime installs do not matter (importing Paddle replaces SIGTERM's with one that ends the
+# process). It is done before the imports below: threads inherit the mask, and importing NumPy
+# starts some.
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
@@ -52,12 +53,12 @@ from uploads import Refused  # noqa: E402
 
 TOKEN = "PPDIST_SERVING_TOKEN"
 _RETRY_AFTER = "1"  # second
-_LAST_SECONDS = 0.5  # for requests on connections that were accepted just before the end
-_LOG_SECONDS = 2.0  # for whoever reads stdout to take the last lines
+_LAST_SECONDS = 0.5  # grace for requests on connections that were accepted just before the end
+_LOG_SECONDS = 2.0  # for the reader of stdout to take the last lines
 _OTHER_FILES = 64  # open files besides connections
 _MOST_HEAD_BYTES = 64 * 1024  # of headers, or of chunks' extensions and trailers
 _MOST_REQUEST_HEADERS = 100
-_MOST_PIPELINED = 8  # requests on one connection that wait behind another
+_MOST_PIPELINED = 8  # requests on one connection that may wait behind another
 # Every chunk costs Python time, so a body of one-byte chunks would take all of it.
 _FREE_CHUNKS, _LEAST_MEAN_CHUNK = 100, 256  # bytes
 _LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -122,8 +123,9 @@ _WITHOUT_SWAGGER = (
 def make_app(
     service: Service, token: str | None = None, log: Callable[[str], None] = lambda line: None
 ) -> ASGIApp:
-    """The routes.  Nothing in a request can name a file or an address to open.
+    """Builds the application with its routes.
 
+    Nothing in a request can name a file or an address to open.
     Args:
         token: required by /detect and /metrics; the other routes show nothing worth hiding.
         log: takes the line of each request; must not block.
@@ -131,9 +133,9 @@ def make_app(
     app = FastAPI(title="ppdist serving", description=_DESCRIPTION, docs_url=None, redoc_url=None)
 
     def require_token(request: Request) -> None:
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        kind, _, given_token = request.headers.get("authorization", "").partition(" ")
         matches = token is None or hmac.compare_digest(
-            given.strip().encode("latin-1"), token.encode()
+            given_token.strip().encode("latin-1"), token.encode()
         )
         if token is not None and (kind.lower() != "bearer" or not matches):
             raise Refused(401, "send the header: Authorization: Bearer TOKEN")
@@ -148,14 +150,16 @@ def make_app(
         started, status = request.scope.get("came", time.perf_counter()), 500
         try:
             require_token(request)
-            answer = await service.answer(request, _threshold(request, service.limits.threshold))
+            answer = await service.answer(
+                request, _read_threshold(request, service.limits.threshold)
+            )
             status = 200
             return JSONResponse(answer)
         except Refused as refused:
             status = refused.status
             return _refusal(refused)
         except ClientDisconnect:
-            status = 499  # nginx's code for it; nobody is left to read it
+            status = 499  # nginx's code for a client that has gone
             return JSONResponse({"error": "the client left"}, status)
         finally:
             seconds = time.perf_counter() - started
@@ -164,8 +168,8 @@ def make_app(
     @app.head("/health", include_in_schema=False)
     @app.get("/health", summary="200 while the process can still answer; 503: restart it")
     async def health() -> JSONResponse:
-        ill = service.ill()
-        return JSONResponse({"alive": ill is None, "reason": ill}, 503 if ill else 200)
+        problem = service.find_problem()
+        return JSONResponse({"alive": problem is None, "reason": problem}, 503 if problem else 200)
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", summary="200 once the model is loaded and warm")
@@ -190,16 +194,16 @@ def make_app(
     return AccessLog(app, log)
 
 
-def _threshold(request: Request, usual: float | None) -> float | None:
-    """The requested threshold, read here and not by FastAPI.
+def _read_threshold(request: Request, default: float | None) -> float | None:
+    """Reads the requested threshold; here and not by FastAPI.
 
-    FastAPI would refuse a wrong one before the token is checked, and without counting it.
+    FastAPI would refuse an invalid one before the token is checked, and without counting it.
     """
-    asked = request.query_params.get("threshold")
-    if asked is None:
-        return usual
+    text = request.query_params.get("threshold")
+    if text is None:
+        return default
     try:
-        threshold = float(asked)
+        threshold = float(text)
     except ValueError:
         threshold = math.nan
     if not 0 <= threshold <= 1:
@@ -228,15 +232,15 @@ def _describe_errors(app: FastAPI) -> None:
         return JSONResponse({"error": "the server failed; its log says more"}, 500)
 
 
-def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
-    """HTTP on one connection, which closes when its client exceeds a deadline or limit.
+def _make_protocol(limits: Limits) -> type[HttpToolsProtocol]:
+    """Makes a class for HTTP on one connection, which closes when its client exceeds a limit.
 
     uvicorn alone waits forever for a request, and for a client to read its answers.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    most = limits.most_connections
+    max_connections = limits.most_connections
     if files != resource.RLIM_INFINITY:
-        most = max(1, min(most, files - _OTHER_FILES))
+        max_connections = max(1, min(max_connections, files - _OTHER_FILES))
 
     class Protocol(HttpToolsProtocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -245,7 +249,7 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
             self.in_body = False  # a request's headers were read, but not its end
             self.reading = self.loop.call_later(limits.header_seconds, transport.abort)
             self.writing: asyncio.TimerHandle | None = None
-            if len(self.connections) > most:
+            if len(self.connections) > max_connections:
                 self.loop.call_soon(transport.abort)  # not now: it starts reading first
 
         def allow(self, seconds: float) -> None:
@@ -272,7 +276,7 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
             self.head_bytes = self.chunks = self.body_bytes = 0
             if len(self.pipeline) == _MOST_PIPELINED:
                 raise ValueError("too many requests at once")
-            self.scope["came"] = time.perf_counter()  # before the loop gets to it
+            self.scope["came"] = time.perf_counter()  # the loop may handle it much later
             super().on_headers_complete()
             self.in_body = True
             if not self.pipeline:
@@ -289,9 +293,9 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
             super().on_body(body)
 
         def on_response_complete(self) -> None:
-            # First: super starts the request that waits behind this one.
-            whole = limits.seconds + limits.write_seconds
-            self.allow(whole if self.pipeline else limits.header_seconds)
+            # Before super, which starts the request that waits behind this one.
+            request_seconds = limits.seconds + limits.write_seconds
+            self.allow(request_seconds if self.pipeline else limits.header_seconds)
             super().on_response_complete()
 
         def pause_writing(self) -> None:
@@ -308,7 +312,8 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
             super().on_message_complete()
 
         def send_400_response(self, msg: str) -> None:
-            # Only in the place of the broken request's answer: elsewhere it looks like another's.
+            # Only in place of the broken request's answer: elsewhere it would look like the answer
+            # to another request.
             cycle = self.cycle
             is_waiting = cycle is not None and not cycle.response_complete
             has_begun = is_waiting and cycle.response_started
@@ -321,7 +326,8 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
                 cycle.message_event.set()
 
         def _unsupported_upgrade_warning(self) -> None:
-            self.cycle.keep_alive = False  # answered as a plain request; what follows is not HTTP
+            # Answered as a plain request; the bytes after it are not HTTP.
+            self.cycle.keep_alive = False
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
@@ -333,7 +339,7 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
 
 
 class _Server(uvicorn.Server):
-    """Answers all that it accepted, even requests that were still unread at the end."""
+    """A server that answers all requests that it accepted, even those still unread at the end."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
@@ -342,7 +348,7 @@ class _Server(uvicorn.Server):
             listener.close()
         state = self.server_state
         closing = [*state.default_headers, (b"connection", b"close")]
-        state.default_headers = closing  # tells keep-alive clients to send nothing more
+        state.default_headers = closing  # asks keep-alive clients to send no more requests
         for connection in state.connections:
             if connection.cycle is not None:
                 connection.cycle.default_headers = closing
@@ -366,8 +372,8 @@ def serve(
     try:  # uvicorn would exit the process while threads run
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
-        # asyncio sets it only where a socket names its protocol, which these do not: the body of an
-        # answer then waits 40 ms for the client's ACK of the headers.  Connections inherit it.
+        # asyncio sets it only for a socket with a protocol, which these lack; without it the body
+        # of an answer waits 40 ms for the client's ACK of the headers.  Connections inherit it.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, OverflowError) as error:
         print(f"serving: error: --host {host} --port {port}: {error}", file=sys.stderr)
@@ -378,10 +384,10 @@ def serve(
     server = _Server(
         uvicorn.Config(
             make_app(service, token, lines) if logs_requests else make_app(service, token),
-            access_log=False,  # ours is for machines, and blocks no request
+            access_log=False,  # our access log is for machines, and blocks no request
             log_level="error",  # a warning per broken request would let strangers fill the disk
             server_header=False,
-            http=_protocol_of(limits),
+            http=_make_protocol(limits),
             ws="none",
             proxy_headers=False,  # addresses of clients are not used
             lifespan="off",  # nothing to do, and old versions log a traceback
@@ -459,19 +465,19 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def checked_limits(arguments: argparse.Namespace) -> Limits:
+def read_limits(arguments: argparse.Namespace) -> Limits:
     limits = Limits(**{name: getattr(arguments, name) for name in Limits.__dataclass_fields__})
     for name, value in vars(limits).items():
         if value is None:
             continue
-        enough = value >= 0 if name in ("most_delay", "threshold", "least_rate") else value > 0
-        if not enough or not math.isfinite(value) or (name == "threshold" and value > 1):
+        is_in_range = value >= 0 if name in ("most_delay", "threshold", "least_rate") else value > 0
+        if not is_in_range or not math.isfinite(value) or (name == "threshold" and value > 1):
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: out of range")
     return limits
 
 
 def read_token(file: Path | None) -> str | None:
-    """The token from the file or the environment; None: no token is required."""
+    """Reads the token from the file or the environment; None: no token is required."""
     where, token = (
         (f"the environment's {TOKEN}", os.environ.get(TOKEN))
         if file is None
@@ -486,7 +492,7 @@ def main() -> int:
     arguments = parse()
     warnings.filterwarnings("ignore", message="No ccache found")  # Paddle's, about itself
     try:
-        limits, token = checked_limits(arguments), read_token(arguments.token_file)
+        limits, token = read_limits(arguments), read_token(arguments.token_file)
     except (ValueError, OSError) as error:
         print(f"serving: error: {error}", file=sys.stderr)
         return 2
@@ -514,7 +520,7 @@ def main() -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """Exits now; Python itself would wait for a busy decoder, however long."""
+    """Exits now; Python itself would wait for a busy decoder, however long it takes."""
     # Each line on stdout was flushed.
     sys.stderr.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""What the server does with a request for boxes, from its body to its answer, and counts of it."""
+"""Handles a request for boxes, from its body to its answer, and counts requests."""
 
 import asyncio
 import logging
@@ -18,23 +18,23 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, Info, Process
 from uploads import Refused, decode, file_part
 
 _log = logging.getLogger("serving")
-_FORM_BYTES = 64 * 1024  # of a multipart body besides its file
-# Seconds; to twice what --seconds allows, so that no quantile ends at the last bound.
+_FORM_BYTES = 64 * 1024  # allowed in a multipart body besides its file
+# Seconds, up to twice the default of --seconds, so that no quantile ends at the last bound.
 _BUCKETS = (
     0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10,
     15, 20, 30, 45, 60,
 )  # fmt: skip
 _TOP = 5  # classes a classifier names
-_GRACE_SECONDS = 5.0  # before a body has to have come at Limits.least_rate
+_GRACE_SECONDS = 5.0  # before Limits.least_rate applies to a body
 _END_SECONDS = 5.0  # for the model's thread to end; nobody waits for its answers by then
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one process takes on.
+    """The limits of one process.
 
-    Memory on top of the model's is at most most_waiting * most_bytes for images as they were sent,
-    and 2 * most_batch * most_pixels * 3 bytes for decoded ones.
+    Memory beyond the model's is at most most_waiting * most_bytes for images as they were sent, and
+    2 * most_batch * most_pixels * 3 bytes for decoded ones.
     """
 
     most_batch: int = 8
@@ -43,22 +43,22 @@ class Limits:
     most_bytes: int = 10 * 2**20  # of an image as it is sent
     most_pixels: int = 25_000_000  # of an image
     seconds: float = 30.0  # for a request, from its first byte to its answer
-    least_rate: int = 10_000  # bytes a second of an image that is being sent; 0: any
+    least_rate: int = 10_000  # slowest upload of an image, bytes per second; 0: any
     header_seconds: float = 10.0  # for a connection to begin a request, the first or another
-    write_seconds: float = 10.0  # for a client to read of an answer what fits in no buffer
+    write_seconds: float = 10.0  # for a client to read the part of an answer that fits in no buffer
     most_connections: int = 1000  # at once
-    threshold: float | None = None  # lowest score of a box where a request names none; None: the
+    threshold: float | None = None  # lowest score of a box if the request names none; None: the
     # model's own, see `default_threshold` of deploy/python
     decoders: int = 2  # threads that decode images
 
 
 class Counts:
-    """Prometheus metrics of one service; no label holds anything that a client chose."""
+    """The Prometheus metrics of one service; no label holds anything that a client chose."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        # Name, help and labels differ; these are alike.
+        # Arguments that all metrics share.
         given: dict[str, Any] = {"registry": self.registry, "namespace": "ppdist_serving"}
         self.seconds = Histogram(
             "request_seconds",
@@ -82,10 +82,13 @@ class Counts:
 
 
 class Service:
-    """Everything about a request that is not HTTP's headers; made in any thread, used in one."""
+    """The service behind the routes; it may be made in any thread and is used in one."""
 
     def __init__(self, load: Callable[[], Model], limits: Limits) -> None:
-        """Args: load: called in the thread that will use the model."""
+        """Prepares the threads and the counts.
+
+        Args: load: called in the thread that will use the model.
+        """
         self.limits, self.counts = limits, Counts()
         self.under_way = 0  # requests not answered yet
         self.batcher = Batcher(
@@ -99,22 +102,22 @@ class Service:
         self._decoded = asyncio.Semaphore(2 * limits.most_batch)
 
     def identity(self) -> dict[str, str] | None:
-        """Of the model; None: it is not ready."""
+        """Returns the identity of the model; None: it is not ready."""
         return None if self.batcher.model is None else self.batcher.model.identity
 
     def stop(self) -> None:
-        """Ends the threads; a decoder that is busy still is not waited for."""
+        """Ends the threads without waiting for a busy decoder."""
         self._decoders.shutdown(wait=False, cancel_futures=True)
         self.batcher.stop(_END_SECONDS)
 
-    def ill(self) -> str | None:
-        """Why this process had better be started anew; None: it lives."""
+    def find_problem(self) -> str | None:
+        """Returns why this process should be restarted; None: it works."""
         if not self.batcher.alive():
             return "the thread of the model has ended"
         busy = self.batcher.busy_seconds()
         if busy > self.limits.seconds:
             return f"the model has been computing one batch for {busy:.0f} s"
-        began = list(self._decoding.values())  # at once: the decoders change it
+        began = list(self._decoding.values())  # copied at once: the decoders change it
         busy = time.monotonic() - min(began) if began else 0.0
         if busy > self.limits.seconds:
             return f"one image has been decoded for {busy:.0f} s"
@@ -124,7 +127,7 @@ class Service:
         """Detects the objects in a request's image, as JSON data.
 
         Raises: Refused: 400 to 422: invalid request; 408: its body, 504: its answer took too long;
-            503: not now.
+            503: the service is busy or stopping.
         """
         if self.batcher.model is None:
             raise Refused(503, "the model is not ready yet")
@@ -133,8 +136,8 @@ class Service:
         began = time.monotonic()
         self.under_way += 1
         try:
-            body = await self._body(request, began)
-            look = self._look(_content_type(request), body, threshold)
+            body = await self._read_body(request, began)
+            look = self._detect(_content_type(request), body, threshold)
             try:
                 left = began + self.limits.seconds - time.monotonic()
                 return await asyncio.wait_for(look, left)
@@ -143,22 +146,23 @@ class Service:
         finally:
             self.under_way -= 1
 
-    async def _body(self, request: Request, began: float) -> bytes:
-        """An image, or a form around one; never more of it than is allowed, nor more slowly."""
+    async def _read_body(self, request: Request, began: float) -> bytes:
+        """Reads an image, or a form around one, within the limits of size and rate."""
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise Refused(415, "compressed bodies are not read; send the image file as it is")
         is_form = _is_form(_content_type(request))
-        most = self.limits.most_bytes + (_FORM_BYTES if is_form else 0)
+        max_bytes = self.limits.most_bytes + (_FORM_BYTES if is_form else 0)
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > most:
+        if declared.isdecimal() and int(declared[:20]) > max_bytes:
             raise self._too_large()
+        # A slow upload would hold its place among the requests in flight for the whole time limit.
         rate, deadline = self.limits.least_rate, began + self.limits.seconds
         body, stream = bytearray(), request.stream()
         while True:
             at_rate = began + _GRACE_SECONDS + len(body) / rate if rate else math.inf
             try:
-                left = min(deadline, at_rate) - time.monotonic()
-                body += await asyncio.wait_for(anext(stream), left)
+                seconds_left = min(deadline, at_rate) - time.monotonic()
+                body += await asyncio.wait_for(anext(stream), seconds_left)
             except StopAsyncIteration:
                 return bytes(body)
             except asyncio.TimeoutError as error:
@@ -168,14 +172,14 @@ class Service:
                     if at_rate < deadline
                     else "sending the image took too long",
                 ) from error
-            if len(body) > most:
+            if len(body) > max_bytes:
                 raise self._too_large()
 
     def _too_large(self) -> Refused:
         return Refused(413, f"more than the {self.limits.most_bytes} bytes allowed here")
 
-    def _image(self, content_type: str, body: bytes) -> np.ndarray:
-        """The image of a request as uint8 RGB [H, W, 3]; called in a decoder's thread."""
+    def _decode_image(self, content_type: str, body: bytes) -> np.ndarray:
+        """Decodes the image of a request as uint8 RGB [H, W, 3]; called in a decoder's thread."""
         thread = threading.get_ident()
         self._decoding[thread] = time.monotonic()
         try:
@@ -186,15 +190,17 @@ class Service:
         finally:
             del self._decoding[thread]
 
-    async def _look(
+    async def _detect(
         self, content_type: str, body: bytes, threshold: float | None
     ) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         async with self._decoded:
-            image_HW3 = await loop.run_in_executor(self._decoders, self._image, content_type, body)
+            image_HW3 = await loop.run_in_executor(
+                self._decoders, self._decode_image, content_type, body
+            )
             try:
                 result = await asyncio.wrap_future(self.batcher.submit(image_HW3))
-            except ValueError as error:  # the predictor's: what a user can mend
+            except ValueError as error:  # the predictor's, for images that it cannot take
                 _log.warning("an image of shape %s: %s", image_HW3.shape, error)
                 raise Refused(422, "the model cannot take this image") from error
         model = self.batcher.model
@@ -203,8 +209,8 @@ class Service:
         height, width = image_HW3.shape[:2]
         if threshold is None:
             threshold, _ = default_threshold(model.spec)
-        found = described(model.spec, result, threshold)
-        return {"width": width, "height": height, "model": model.identity, **found}
+        description = describe_result(model.spec, result, threshold)
+        return {"width": width, "height": height, "model": model.identity, **description}
 
 
 def _content_type(request: Request) -> str:
@@ -215,8 +221,8 @@ def _is_form(content_type: str) -> bool:
     return content_type.lower().startswith("multipart/form-data")
 
 
-def described(spec: dict[str, Any], result: np.ndarray, threshold: float) -> dict[str, Any]:
-    """What a model found, with names: `objects`, or of a classifier the surest `classes`.
+def describe_result(spec: dict[str, Any], result: np.ndarray, threshold: float) -> dict[str, Any]:
+    """Describes a result with names: `objects`, or a classifier's surest `classes`.
 
     Args: result: rows_R6 (class, score, xyxy pixels of the image), or probabilities_C.
     """

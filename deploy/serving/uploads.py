@@ -1,9 +1,9 @@
-"""From the bytes of a stranger to an image, or to a refusal that says why.
+"""Turns the bytes of a stranger into an image, or a refusal with its reason.
 
 Nothing here touches the file system.  Headers are read before a decoder sees the bytes, because
-decoders trust them (see ppdist_runtime/decoder.py, which decodes).  Less is taken here than of
-files of one's own: no animation, few parts, few passes.  What is read here has to be what the
-decoder will read; where the two might differ the image is refused.
+decoders trust them (see ppdist_runtime/decoder.py, which decodes).  Less is accepted than of local
+files: no animation, few parts, few passes.  What is read here has to be what the decoder will read;
+where the two might differ the image is refused.
 """
 
 import re
@@ -19,8 +19,8 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 FORMATS = "JPEG, PNG, WebP or BMP"
-# What is often sent instead -> what it is.
-_OTHERS = {
+# First bytes of what is often sent instead -> its name.
+_OTHER_KINDS = {
     b"GIF8": "a GIF",
     b"II*\0": "a TIFF",
     b"MM\0*": "a TIFF",
@@ -39,14 +39,14 @@ _JPEG_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers of a frame's
 _MOST_SCANS = 50
 _MOST_PARTS = 20_000  # segments of a JPEG, chunks of a PNG; OpenCV writes one every 8 KB
 _MOST_FORM_PARTS = 16
-# Of each part of a form.  The parser takes Python's time for every byte of them, and old versions
-# the square of it (0.0.26: 15 s for 1 MB of semicolons; 0.0.27 has bounds of its own).
+# Limits of each part of a form.  The parser takes time for every byte of them, and old versions the
+# square of it (0.0.26: 15 s for 1 MB of semicolons; 0.0.27 has bounds of its own).
 _MOST_HEADERS, _MOST_HEADER_BYTES = 7, 3072
-_PIECE = 4096  # bytes of a form that are parsed at once: bounds are looked at after each
+_PIECE = 4096  # bytes of a form that are parsed at once: limits are checked after each piece
 
 
 class Refused(Exception):
-    """A request that gets no boxes: its HTTP status, and the reason for whoever sent it."""
+    """A refused request: its HTTP status, and the reason for the client."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -54,11 +54,11 @@ class Refused(Exception):
 
 
 def decode(content: bytes, most_pixels: int) -> np.ndarray:
-    """The image as uint8 RGB [H, W, 3], turned upright as its EXIF data say: as in training.
+    """Decodes an image as uint8 RGB [H, W, 3], turned upright by its EXIF data as in training.
 
     Raises: Refused: 413 too many pixels; 415 no image of one of FORMATS; 422 damaged.
     """
-    name, width, height = frame(content)
+    name, width, height = read_header(content)
     if not width or not height:
         raise Refused(422, f"the {name} is damaged: its size is {width}x{height} pixels")
     if width * height > most_pixels:
@@ -74,8 +74,8 @@ def decode(content: bytes, most_pixels: int) -> np.ndarray:
     return image_HW3
 
 
-def frame(content: bytes) -> tuple[str, int, int]:
-    """(format, width, height) as the header says, of an image that is all there.
+def read_header(content: bytes) -> tuple[str, int, int]:
+    """Reads (format, width, height) from the header of an image that is complete.
 
     Raises: Refused: 400 empty; 415 no image of one of FORMATS, or an animated one; 422 cut short.
     """
@@ -89,8 +89,8 @@ def frame(content: bytes) -> tuple[str, int, int]:
         return ("WebP", *_webp_size(content))
     if content.startswith(b"BM"):
         return ("BMP", *_bmp_size(content))
-    found = _OTHERS.get(content[:4]) or _OTHERS.get(content[:2]) or "no image"
-    raise Refused(415, f"this is {found}; send a {FORMATS} image")
+    kind = _OTHER_KINDS.get(content[:4]) or _OTHER_KINDS.get(content[:2]) or "no image"
+    raise Refused(415, f"this is {kind}; send a {FORMATS} image")
 
 
 def _cut_short(name: str) -> Refused:
@@ -106,34 +106,34 @@ def _animated(name: str) -> Refused:
 
 
 def _jpeg_size(content: bytes) -> tuple[int, int]:
-    """Walks the segments up to the end of the image, over the pixels, too: a thumbnail inside a
-    segment has sizes and an end of its own, and every pass over the pixels costs time.
+    """Walks the segments up to the end of the image, and over its pixels.
 
-    Within coded pixels 0xFF is always followed by 0 or by a mark that has no length.
+    A thumbnail inside a segment has sizes and an end of its own, and every pass over the pixels
+    costs time.  Within coded pixels 0xFF is always followed by 0 or by a mark that has no length.
     """
     width = height = scans = 0
-    at = 2
+    offset = 2
     for _ in range(_MOST_PARTS):
-        found = _JPEG_MARKER.search(content, at)
-        if found is None:
+        match = _JPEG_MARKER.search(content, offset)
+        if match is None:
             raise _cut_short("JPEG")
-        # libjpeg passes over what it does not know, and might find another size in there.
-        if not scans and content[at : found.start()].strip(b"\xff"):
+        # libjpeg skips unknown bytes, and might find another size in them.
+        if not scans and content[offset : match.start()].strip(b"\xff"):
             raise Refused(422, "the JPEG is damaged: there is something between its segments")
-        marker, at = found[1][0], found.end()
+        marker, offset = match[1][0], match.end()
         if marker == 0xD9:
             return width, height
         if marker in (0x01, 0xD8):  # they have no length
             continue
-        length = int.from_bytes(content[at : at + 2], "big")
+        length = int.from_bytes(content[offset : offset + 2], "big")
         if marker < 0xC0 or length < 2 or (marker in _JPEG_FRAMES and width):
             raise Refused(422, "the JPEG is damaged: its segments make no sense")
-        if marker in _JPEG_FRAMES and at + 7 <= len(content):
-            height, width = struct.unpack_from(">HH", content, at + 3)
+        if marker in _JPEG_FRAMES and offset + 7 <= len(content):
+            height, width = struct.unpack_from(">HH", content, offset + 3)
         scans += marker == 0xDA
         if scans > _MOST_SCANS:
             raise Refused(422, f"the JPEG has more than {_MOST_SCANS} passes over its pixels")
-        at += length
+        offset += length
     raise _too_many_parts("JPEG")
 
 
@@ -168,12 +168,12 @@ def _webp_size(content: bytes) -> tuple[int, int]:
 
 
 def _bmp_size(content: bytes) -> tuple[int, int]:
-    """Only pixels that are not compressed: nobody sends others, and their end is not known."""
+    """Reads the size of an uncompressed BMP: nobody sends others, and their end is not known."""
     if len(content) < 34:
         raise _cut_short("BMP")
     start, header, width, height, _, bits, compression = struct.unpack_from("<IIiiHHI", content, 10)
-    known = bits in (1, 4, 8, 16, 24, 32) and compression in (0, 3, 6)
-    if header < 40 or width <= 0 or not known:
+    is_supported = bits in (1, 4, 8, 16, 24, 32) and compression in (0, 3, 6)
+    if header < 40 or width <= 0 or not is_supported:
         raise Refused(415, "this kind of BMP is not read; send it as a PNG")
     if start + (width * bits + 31) // 32 * 4 * abs(height) > len(content):
         raise _cut_short("BMP")
@@ -181,10 +181,10 @@ def _bmp_size(content: bytes) -> tuple[int, int]:
 
 
 def file_part(content_type: str, body: bytes) -> bytes:
-    """The one file of a multipart/form-data body, whatever its field is called.
+    """Returns the one file of a multipart/form-data body, whatever its field is called.
 
-    Starlette's own reader would write large parts to disk.  This one takes Python's time for every
-    part and every byte of their headers, so these are limited.
+    Starlette's own reader would write large parts to disk.  This one takes time for every part and
+    every byte of their headers, so these are limited.
 
     Raises: Refused: 400: broken, no file in it, several, or too many parts or headers.
     """

@@ -142,9 +142,7 @@ def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
     print(f"{images}{unread if left_out else ' images'}")
     if duplicates := analysis.get("duplicate_boxes"):
         print(duplicates_line(duplicates))
-    overall = {
-        name: value for name, value in metrics.items() if "/" not in name
-    }  # without those of classes
+    overall = {name: value for name, value in metrics.items() if "/" not in name}  # no class's
     print_table(["metric", "value"], [(name, shown(value)) for name, value in overall.items()])
     print(class_table(analysis))
 

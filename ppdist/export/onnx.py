@@ -174,9 +174,8 @@ def _append_best(graph: _Builder, scores_BCN: str, boxes_BN4: str, nms: NMSConfi
     columns = [graph.add("Unsqueeze", column, last_axis) for column in (label_BK, score_BK)]
     rows_BK6 = graph.add("Concat", *columns, box_BK4, axis=2)
     passes_BK = graph.add("Greater", score_BK, graph.constant(nms.score_threshold, np.float32))
-    passes_BK = graph.cast(
-        passes_BK, "FLOAT"
-    )  # not every runtime has NonZero or ReduceSum of booleans
+    # Not every runtime has NonZero or ReduceSum of booleans.
+    passes_BK = graph.cast(passes_BK, "FLOAT")
     rows_M6 = graph.add("Reshape", rows_BK6, graph.constant([-1, 6]))
     passes_M = graph.add("Reshape", passes_BK, graph.constant([-1]))
     place_R = graph.add("Squeeze", graph.add("NonZero", passes_M), graph.constant([0]))

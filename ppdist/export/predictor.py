@@ -1,8 +1,8 @@
 """Runs eager and exported models on images.
 
-outputs = graph(images_B3HW)                          open_graph
-rows_R6, ... = predict(images_B3HW)                   EagerPredictor, ExportedPredictor
-rows_R6 = detect(predict, image_HW3, size)            an image of any size, boxes in its pixels
+    outputs = graph(images_B3HW)                          open_graph
+    rows_R6, ... = predict(images_B3HW)                   EagerPredictor, ExportedPredictor
+    rows_R6 = detect(predict, image_HW3, size)            an image of any size, boxes in its pixels
 
 ppdist/predict/ runs them on files, videos and cameras.  docs/dev/performance.md has what each
 option of the runtimes gained.

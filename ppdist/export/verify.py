@@ -374,9 +374,8 @@ def unexplained_rows(
     unmatched = [np.delete(side, pairs_P2[:, i], axis=0) for i, side in enumerate(sides)]
     explained = [_is_at_threshold(unmatched[i], sides[i], sides[1 - i], nms) for i in (0, 1)]
     overlap_GT = _iou(*unmatched) >= _iou_limit(nms) - _IOU_TIE
-    better_GT = (
-        unmatched[0][:, None, 1] - unmatched[1][None, :, 1]
-    )  # the scores of got above those of true
+    # The scores of got above those of true.
+    better_GT = unmatched[0][:, None, 1] - unmatched[1][None, :, 1]
     if raw is not None:
         alike_GT = overlap_GT & (np.abs(better_GT) <= _SCORE_TIE)
         explained[0] |= alike_GT.any(1) | _last_candidates(unmatched[0], raw[0], nms)

@@ -265,7 +265,7 @@ def compute_gains(
 
     Returns: None for each type where the set has no object.
     Source: as `classify_errors`, section 2.3, and its reference implementation (tidecv 1.0.1), with
-    COCO's recalls, which it takes a last digit differently.
+        COCO's recalls, which it takes a last digit differently.
     """
     objects_C = count_objects(truth, classes)
     match_F = np.where(kind_F == Kind.CORRECT, about_F, NOBODY)

@@ -393,7 +393,7 @@ def right_by_class(label_F: np.ndarray, match_F: np.ndarray, classes: int) -> li
     """Splits the detections by class: whether each is right.
 
     Args:
-    label_F, match_F: of detections in the order of `Detections`.
+        label_F, match_F: of detections in the order of `Detections`.
     """
     counted_F = match_F != CROWD
     label_F, match_F = label_F[counted_F], match_F[counted_F]

@@ -32,10 +32,8 @@ _MOST_BYTES = 1 << 30  # largest file that is read: a training writes no larger 
 _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (WARNING|ERROR|CRITICAL) (.*)$")
 _SLACK_SECONDS = 120  # lines of train.log belong to a run from so long before its first record
 _LOWER_IS_BETTER = ("val_loss",)
-_HEADLINE_METRICS = (
-    "mAP",
-    "top1",
-)  # the first one recorded is the headline, unless configured
+# The first one recorded is the headline of an evaluation, unless configured.
+_HEADLINE_METRICS = ("mAP", "top1")
 
 
 # Types of the parts of evaluation.json that are shown.

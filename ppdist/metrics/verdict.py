@@ -1,10 +1,10 @@
 """The verdict on a training in plain words: its rules and thresholds.
 
-level      not evaluated, not learned, partly learned, learned
-course     over-fitting, fell, still rising, no improvement
-classes    those far below the others
-trust      few images, images that could not be read
-end        why it ended before its last step
+    level      not evaluated, not learned, partly learned, learned
+    course     over-fitting, fell, still rising, no improvement
+    classes    those far below the others
+    trust      few images, images that could not be read
+    end        why it ended before its last step
 
 The last lines of a training, its report and `ppdist report` print the same sentences.
 """
@@ -32,10 +32,7 @@ _SMOOTH = 3  # window of the running median used to detect a drop
 _FALL = 0.03  # a larger fall of the score than this, or than the next number times its best, counts
 _FALL_OF_BEST = 0.07
 _LATE = 0.25  # last part of the evaluations; its gain shows whether more epochs would help
-_GAIN, _GAIN_OF_BEST = (
-    0.01,
-    0.02,
-)  # smallest gain that counts: absolute, and of the best score
+_GAIN, _GAIN_OF_BEST = 0.01, 0.02  # smallest gain that counts: absolute, relative to the best
 _EARLY = 0.6  # a best score before this part of the run means no improvement for long
 _WEAK = 0.5  # a class below this part of the mean AP is weak
 _MOST_WEAK = 3  # weak classes that a message names

@@ -3,8 +3,7 @@
 detections = detector("bus.jpg")
 str(detections)                                    "4 person, 1 bus"
 detections.boxes_xyxy, .scores, .class_ids, .names
-detections.show(), .plot(), .save("out.jpg")       with its boxes drawn; a notebook shows it by
-itself
+detections.show(), .plot(), .save("out.jpg")       with its boxes drawn; a notebook shows them
 detections.to_json(), .to_coco(), .to_yolo(), .to_voc()   as the formats have them
 detections.to_supervision(), .to_pandas()          as other libraries take them
 """

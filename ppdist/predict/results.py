@@ -93,9 +93,9 @@ class Pictures:
     Creates nothing until the first picture.
 
     Args:
-    out: their folder.
-    names: name of a source -> name of its picture, see `picture_names`; other sources are not
-    written.
+        out: their folder.
+        names: name of a source -> name of its picture, see `picture_names`; other sources are not
+            written.
     """
 
     def __init__(self, out: Path, names: dict[str, str]) -> None:

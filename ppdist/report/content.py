@@ -287,9 +287,8 @@ def slow_ranks(run: Run) -> str:
     if len(ranks_K) < 2:
         return ""
     seconds_RK = seconds_RW[:, ranks_K]
-    median_R1 = np.quantile(
-        seconds_RK, 0.5, axis=1, keepdims=True, method="lower"
-    )  # of two ranks the faster one
+    # The lower median: of two ranks the faster one.
+    median_R1 = np.quantile(seconds_RK, 0.5, axis=1, keepdims=True, method="lower")
     usual_K = np.median(seconds_RK / np.maximum(median_R1, 1e-12), axis=0).tolist()
     slow = sorted(
         ((ratio, rank) for rank, ratio in zip(ranks_K, usual_K) if ratio > _SLOW), reverse=True

@@ -162,10 +162,10 @@ class LastEpoch:
         """Plans the epoch.  Collective: ranks share a cache.
 
         Args:
-        config: of the training; a run whose length follows its number of ranks
-        (`train.epochs_compensation: auto` without `train.total_batch`) is taken for one of as many
-        as there are now.
-        images: how many at most, to whole micro-batches.
+            config: of the training; a run whose length follows its number of ranks
+                (`train.epochs_compensation: auto` without `train.total_batch`) is taken for one of
+                as many as there are now.
+            images: how many at most, to whole micro-batches.
         Raises: ConfigError: the batch of the training is not known (auto), or not to be had.
         """
         schedule = build_schedule_setup(config, images_of_epoch(train_set, config.data.sampling))

@@ -15,9 +15,9 @@ def view_iou(iou: float, configured: float | None) -> float:
     """Returns the IoU of the suppression within a view, below that of the fusion's clusters.
 
     Args:
-    iou: of the fusion.
-    configured: the IoU of the configuration; None: it has no suppression.  A model that needs none
-    still has further boxes of low scores on an object, which would join its cluster.
+        iou: of the fusion.
+        configured: the IoU of the configuration; None: it has no suppression.  A model that needs
+            none still has further boxes of low scores on an object, which would join its cluster.
     """
     highest = max(0.0, round(iou - VIEW_MARGIN, 6))
     return highest if configured is None else min(configured, highest)
@@ -31,16 +31,16 @@ def weighted_fusion(
     Boxes are taken by falling score.  Each joins the cluster whose running mean overlaps it most,
     if by more than `iou`, else starts one.  For a cluster of T boxes b_i, of N members:
 
-    box   = sum(score_i b_i) / sum(score_i)
-    score = mean(score_i) * min(T, N) / N
+        box   = sum(score_i b_i) / sum(score_i)
+        score = mean(score_i) * min(T, N) / N
 
     so boxes that few members found score lower.
 
     Args:
-    boxes_R4: float64, xyxy, in any one unit; R may be 0.
-    scores_R: float64, 0..1.
-    members: their number, whether they found something or not.
-    iou: the paper's threshold (0.55 there).
+        boxes_R4: float64, xyxy, in any one unit; R may be 0.
+        scores_R: float64, 0..1.
+        members: their number, whether they found something or not.
+        iou: the paper's threshold (0.55 there).
     Returns: boxes_K4 and scores_K, float64, best first, ties in input order.
     Source: Solovyev, Wang, Gabruseva 2021, arXiv:1910.13302, section 3.
     """

@@ -2,12 +2,12 @@
 
 A step on N cards takes
 
-T(N) = max(T_in, (t0 + b t1) (1 + sigma c(N))) + delta [N > 1] + exposed
+    T(N) = max(T_in, (t0 + b t1) (1 + sigma c(N))) + delta [N > 1] + exposed
 
 b: images of a card; t0, t1: fixed and per image; sigma c(N): the slowest of N cards; delta: the
-cost of being one of several cards on a host; exposed: the part of the gradients' all-reduce between
-hosts that the backward pass does not hide.  A step waits for the loader or the arithmetic,
-whichever is longer, and then for the rest.
+    cost of being one of several cards on a host; exposed: the part of the gradients' all-reduce
+    between hosts that the backward pass does not hide.  A step waits for the loader or the
+    arithmetic, whichever is longer, and then for the rest.
 """
 
 import math

@@ -1,9 +1,9 @@
 """The store of a study: a folder that any number of processes share.
 
-journal.log    Optuna's storage: every trial, its values as they come, how it ended
-study.json     settings with which the study began
-trials/NNN/    the output_dir of trial NNN; tune.lock there belongs to the process that runs it
-*.lock         locks for exclusive work; released however their process ends
+    journal.log    Optuna's storage: every trial, its values as they come, how it ended
+    study.json     settings with which the study began
+    trials/NNN/    the output_dir of trial NNN; tune.lock there belongs to the process that runs it
+    *.lock         locks for exclusive work; released however their process ends
 
 A trial that the journal lists as running but whose lock is free was left by a process that is gone;
 the next process that asks for work continues it.

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.coco import made_up
+from benchmarks.coco import generate_set
 from ppdist.metrics.analysis import MAX_CURVES, analyse, class_table, plain
 from ppdist.metrics.coco import METRICS, evaluate_boxes
 from ppdist.metrics.matching import OPERATING_POINTS, Counts
@@ -82,7 +82,7 @@ def test_all_class_curves_computed_only_once(monkeypatch):
     times = []
     for classes in (10, 90):
         asked.clear()
-        analyse(*made_up(images=10, detections=10, classes=classes, seed=0))
+        analyse(*generate_set(images=10, detections=10, classes=classes, seed=0))
         times.append(len(asked))
     assert times[0] == times[1] > 0
 
@@ -113,7 +113,7 @@ def test_worst_and_best_images_first_with_contents():
 
 def test_many_classes_draw_frequent_and_mean_curves():
     classes = MAX_CURVES + 50
-    dataset, rows_R7 = made_up(images=60, detections=20, classes=classes, seed=0)
+    dataset, rows_R7 = generate_set(images=60, detections=20, classes=classes, seed=0)
     content = analysed(dataset, rows_R7)
     curves = content["curves"]
     assert len(curves["curve_classes"]) == len(curves["precision_CT"]) == 20
@@ -141,7 +141,7 @@ def test_a_class_of_two_lines_has_one_row():
 
 @pytest.mark.slow
 def test_coco_sized_set_analysed_in_15_cpu_seconds():
-    dataset, rows_R7 = made_up(images=5000, detections=100, classes=80, seed=0)
+    dataset, rows_R7 = generate_set(images=5000, detections=100, classes=80, seed=0)
     began = time.process_time()
     analyse(dataset, rows_R7)
     assert time.process_time() - began < 15
