@@ -1,4 +1,4 @@
-"""Samples to look at, drawn as the model gets them."""
+"""Draws samples as the model gets them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -31,14 +31,14 @@ def training_pictures(
 ) -> list[np.ndarray]:
     """Draws the first `count` training samples of an epoch with their boxes.
 
-    Those that one process with this batch size would train on; with data.sampling: difficulty,
-    before the first evaluation.
+    They are the samples that one process with this batch size would train on; with
+    `data.sampling: difficulty`, those before the first evaluation.
 
     Args:
         sizes: (height, width) of the inputs, one drawn each step.
         epochs: of the whole run.
-        epoch: from 0.
-    Returns: uint8 RGB [H, W, 3] each.
+        epoch: counted from 0.
+    Returns: images, uint8 RGB [H, W, 3].
     Raises: DataError: as training would.
     """
     require_outlines(dataset, config.augment)
@@ -55,9 +55,9 @@ def training_pictures(
     )
     first = epoch * sampler.steps_per_epoch
     sampler = replace(sampler, start_step=first, end_step=first + sampler.steps_per_epoch)
-    loader = TrainLoader(dataset, _in_process(config), sampler, seed=seed, epochs=epochs)
+    loader = TrainLoader(dataset, _without_workers(config), sampler, seed=seed, epochs=epochs)
     with closing(iter(loader)) as batches:
-        return list(islice(_drawn(batches, dataset, config.task), count))
+        return list(islice(_draw_batches(batches, dataset, config.task), count))
 
 
 def evaluation_pictures(
@@ -73,12 +73,12 @@ def evaluation_pictures(
 
     Args:
         image_size: (height, width) of the input, or the largest.
-        shape_multiple, shape_pad: of rectangular inputs; None: all have `image_size`.
-    Returns: uint8 RGB each.
+        shape_multiple, shape_pad: of rectangular inputs; None: all inputs have `image_size`.
+    Returns: images, uint8 RGB [H, W, 3].
     """
     loader = EvalLoader(
         dataset,
-        _in_process(config),
+        _without_workers(config),
         image_size=image_size,
         batch_size=1,
         rank=0,
@@ -87,14 +87,16 @@ def evaluation_pictures(
         shape_pad=shape_pad,
     )
     with closing(iter(loader)) as batches:
-        return list(islice(_drawn(batches, dataset, config.task), count))
+        return list(islice(_draw_batches(batches, dataset, config.task), count))
 
 
-def _in_process(config: DataConfig) -> DataConfig:
+def _without_workers(config: DataConfig) -> DataConfig:
     return config.model_copy(update={"workers": 0, "cache": "none"})
 
 
-def _drawn(batches: Iterable[Batch], dataset: DetectionSet, task: Task) -> Iterator[np.ndarray]:
+def _draw_batches(
+    batches: Iterable[Batch], dataset: DetectionSet, task: Task
+) -> Iterator[np.ndarray]:
     for batch in batches:
         yield from drawn_samples(batch, dataset.class_names, task)
 
@@ -102,7 +104,7 @@ def _drawn(batches: Iterable[Batch], dataset: DetectionSet, task: Task) -> Itera
 def drawn_samples(batch: Batch, class_names: tuple[str, ...], task: Task) -> Iterator[np.ndarray]:
     """Draws each image of a batch with its boxes or class.
 
-    Yields: uint8 RGB, with what the loss gets.
+    Yields: uint8 RGB, with the boxes that the loss gets.
     """
     images_BHW3 = batch.images_B3HW.numpy().transpose(0, 2, 3, 1)
     boxes_BM4, labels_BM = batch.boxes_BM4.numpy(), batch.labels_BM.numpy()
@@ -119,5 +121,5 @@ def drawn_samples(batch: Batch, class_names: tuple[str, ...], task: Task) -> Ite
 
 
 def png(image_HW3: np.ndarray) -> bytes:
-    """A uint8 RGB image as the content of a PNG file."""
+    """Encodes a uint8 RGB image as a PNG file."""
     return cv2.imencode(".png", cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR))[1].tobytes()

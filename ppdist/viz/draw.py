@@ -1,6 +1,6 @@
-"""Boxes, classes and text drawn on images; images side by side.
+"""Draws boxes, classes and text on images, and joins images.
 
-Also holds what images and plots share: the palette and the fonts with Chinese letters.
+It also holds what images and plots share: the palette and the fonts with Chinese letters.
 """
 
 import math
@@ -22,7 +22,7 @@ Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
 # Design", https://jfly.uni-koeln.de/color/, black replaced by a mid grey.
 ORANGE, SKY_BLUE, GREEN, YELLOW = (230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66)
 BLUE, VERMILION, PURPLE, GREY = (0, 114, 178), (213, 94, 0), (204, 121, 167), (153, 153, 153)
-# Of classes; with more classes than colours the label tells them apart.
+# Colours of classes; if there are more classes than colours, labels distinguish them.
 PALETTE = (ORANGE, SKY_BLUE, GREEN, YELLOW, BLUE, VERMILION, PURPLE, GREY)
 # Files of fonts with Chinese, Japanese and Korean letters, of Linux, macOS and Windows.
 CJK_FONTS = (
@@ -40,8 +40,8 @@ CJK_FONTS = (
 _PADDING = 2
 _GAP = 6  # pixels between the pictures of a grid
 _WHITE = 255
-_LEAST_PIXELS = 480  # across or down, of a picture with text in it
-_MOST_PIXELS = 1920  # across or down, of a picture that is written for looking at
+_LEAST_PIXELS = 480  # smallest size, across or down, of a picture with text
+_MOST_PIXELS = 1920  # largest size, across or down, of a picture for viewing
 _JPEG_QUALITY = 90
 _JPEG_PIXELS = 65500  # across or down: libjpeg's limit
 
@@ -84,11 +84,11 @@ def draw_labelled(
     Args:
         image_HW3: uint8 RGB; not changed.
         boxes_N4: xyxy in pixels of this image, the topmost last.
-        texts: that are `readable`.
+        texts: `readable` labels.
 
     Returns: uint8 RGB [zoom * H, zoom * W, 3].
     """
-    canvas, zoom = _enlarged(image_HW3)
+    canvas, zoom = _enlarge(image_HW3)
     height, width = canvas.shape[:2]
     finite_N = np.isfinite(boxes_N4).all(axis=1)
     limits = np.array([width - 1, height - 1, width - 1, height - 1])
@@ -108,8 +108,8 @@ def draw_labelled(
     return canvas
 
 
-def _enlarged(image_HW3: np.ndarray) -> tuple[np.ndarray, int]:
-    """A copy large enough to read text on, and its zoom factor."""
+def _enlarge(image_HW3: np.ndarray) -> tuple[np.ndarray, int]:
+    """Copies an image, large enough to read text on it; returns the copy and its zoom factor."""
     zoom = max(1, math.ceil(_LEAST_PIXELS / max(image_HW3.shape[:2])))
     image_HW3 = np.ascontiguousarray(image_HW3)
     if zoom == 1:
@@ -127,8 +127,7 @@ def draw_classes(
 ) -> np.ndarray:
     """Writes image-level classes in the corner of a copy, below each other.
 
-    Lines for which there is no room are left out; for names see `draw_boxes`, for the size
-    `draw_labelled`.
+    Lines that do not fit are left out.  For names see `draw_boxes`, for the size `draw_labelled`.
 
     Args:
         image_HW3: uint8 RGB; not changed.
@@ -138,7 +137,7 @@ def draw_classes(
 
     Returns: uint8 RGB [zoom * H, zoom * W, 3].
     """
-    canvas, _ = _enlarged(image_HW3)
+    canvas, _ = _enlarge(image_HW3)
     top = 0
     for position, label in enumerate(labels_K.astype(int).tolist()):
         score = None if scores_K is None else float(scores_K[position])
@@ -173,11 +172,11 @@ def side_by_side(left_HW3: np.ndarray, right_HW3: np.ndarray) -> np.ndarray:
 
 
 def grid(pictures: Sequence[np.ndarray], across: int | None = None) -> np.ndarray:
-    """Pictures in rows, white between: uint8 RGB.
+    """Arranges pictures in rows with white between them; uint8 RGB.
 
-    Each keeps its pixels; the fields are as large as the largest picture.
+    Pictures keep their size; the fields are as large as the largest picture.
 
-    Args: across: how many in a row; None: about as many as there are rows.
+    Args: across: pictures in a row; None: about as many as there are rows.
     """
     across = across or math.ceil(math.sqrt(len(pictures)))
     down = math.ceil(len(pictures) / across)
@@ -200,7 +199,10 @@ def within(image_HW3: np.ndarray, pixels: int = _MOST_PIXELS) -> np.ndarray:
 
 
 def write_jpeg(path: Path, image_HW3: np.ndarray) -> None:
-    """Writes a uint8 RGB image.  Raises: UserError: it cannot be written."""
+    """Writes a uint8 RGB image as JPEG.
+
+    Raises: UserError: it cannot be written.
+    """
     height, width = image_HW3.shape[:2]
     if max(height, width) > _JPEG_PIXELS:
         raise UserError(
@@ -224,7 +226,7 @@ def _text_scale(canvas: np.ndarray) -> float:
 
 
 def _plate_size(canvas: np.ndarray, text: str) -> tuple[int, int]:
-    """Width and height of the coloured ground of a text."""
+    """Computes the width and height of the coloured ground of a text."""
     width, height, below = text_size(text, _text_scale(canvas))
     return width + 2 * _PADDING, height + below + _PADDING
 
@@ -232,7 +234,7 @@ def _plate_size(canvas: np.ndarray, text: str) -> tuple[int, int]:
 def _draw_plate(canvas: np.ndarray, corner: tuple[int, int], text: str, colour: Colour) -> None:
     """Draws text on a coloured plate.
 
-    Args: corner: the upper left one of the plate.
+    Args: corner: (x, y) of the plate's upper left corner.
     """
     left, top = corner
     width, height = _plate_size(canvas, text)
@@ -247,15 +249,15 @@ def _draw_plate(canvas: np.ndarray, corner: tuple[int, int], text: str, colour: 
 
 
 _PLAIN = cv2.FONT_HERSHEY_SIMPLEX  # ASCII only
-_PIXELS = 30  # height of another font at scale 1, which looks as large as OpenCV's
-_NO_LETTER = "\uffff"  # a place that Unicode leaves empty: fonts show their sign for that
+_PIXELS = 30  # height at which another font looks as large as OpenCV's at scale 1
+_NO_LETTER = "\uffff"  # not a character: fonts show their sign for a missing letter
 _EUROPEAN_FONTS = ("DejaVuSans.ttf", "arial.ttf")
 
 
 def readable(name: str, label: int) -> str:
     """Returns the class name, without emoji if no font has them, or `#label`."""
     for text in (name, without_emoji(name)):
-        if text and (text.isascii() or _font_of(text)):
+        if text and (text.isascii() or _find_font(text)):
             return text
     return f"#{label}"
 
@@ -266,20 +268,20 @@ def without_emoji(name: str) -> str:
         letter
         for letter in name
         if unicodedata.category(letter) not in ("So", "Sk", "Cf", "Me")
-        and not "\ufe00" <= letter <= "\ufe0f"  # which form a symbol has
+        and not "\ufe00" <= letter <= "\ufe0f"  # variation selectors choose the form of a symbol
     )
     return " ".join("".join(letters).split())
 
 
 def text_size(text: str, scale: float) -> tuple[int, int, int]:
-    """Width, height and depth below the baseline of a text, in pixels.
+    """Measures the width, height and depth below the baseline of a text, in pixels.
 
-    Args: text: that is `readable`.
+    Args: text: a `readable` text.
     """
     if text.isascii():
         (width, height), below = cv2.getTextSize(text, _PLAIN, scale, 1)
         return width, height, below
-    font = _sized(text, scale)
+    font = _font_at(text, scale)
     above, below = font.getmetrics()
     return round(font.getlength(text)), above, below
 
@@ -300,44 +302,47 @@ def write_text(
         return
     width, above, below = text_size(text, scale)
     left, top = origin[0], origin[1] - above
-    # Only the pixels that the text covers go to Pillow and back.
+    # Only the pixels that the text covers are converted to Pillow and back.
     field = canvas_HW3[max(0, top) : top + above + below, max(0, left) : left + width + 1]
     if not field.size:
         return
     picture = Image.fromarray(np.ascontiguousarray(field))
     place = min(0, left), min(0, top)
-    ImageDraw.Draw(picture).text(place, text, font=_sized(text, scale), fill=ink)
+    ImageDraw.Draw(picture).text(place, text, font=_font_at(text, scale), fill=ink)
     field[:] = np.asarray(picture)
 
 
-def _sized(text: str, scale: float) -> ImageFont.FreeTypeFont:
-    file = _font_of(text)
+def _font_at(text: str, scale: float) -> ImageFont.FreeTypeFont:
+    file = _find_font(text)
     assert file is not None, "the caller asked `readable` before"
-    return _opened(file, max(12, round(_PIXELS * scale)))
+    return _open_font(file, max(12, round(_PIXELS * scale)))
 
 
 @cache
-def _opened(file: Path, pixels: int) -> ImageFont.FreeTypeFont:
+def _open_font(file: Path, pixels: int) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(str(file), pixels)
 
 
 @cache
-def _font_of(text: str) -> Path | None:
-    """The first font that has all letters of a text."""
-    return next((file for file in installed(_EUROPEAN_FONTS + CJK_FONTS) if _has(file, text)), None)
+def _find_font(text: str) -> Path | None:
+    """Finds the first font that has all letters of a text."""
+    return next(
+        (file for file in installed_fonts(_EUROPEAN_FONTS + CJK_FONTS) if _has_letters(file, text)),
+        None,
+    )
 
 
-def _has(file: Path, text: str) -> bool:
-    font = _opened(file, 16)
-    nothing = bytes(font.getmask(_NO_LETTER))
-    return all(letter.isspace() or bytes(font.getmask(letter)) != nothing for letter in text)
+def _has_letters(file: Path, text: str) -> bool:
+    font = _open_font(file, 16)
+    missing_letter = bytes(font.getmask(_NO_LETTER))
+    return all(letter.isspace() or bytes(font.getmask(letter)) != missing_letter for letter in text)
 
 
 @cache
-def installed(names: tuple[str, ...]) -> tuple[Path, ...]:
-    """Those of these font files that Pillow finds among the system fonts."""
-    found = []
+def installed_fonts(names: tuple[str, ...]) -> tuple[Path, ...]:
+    """Finds those of these font files that are among the system fonts."""
+    files = []
     for name in names:
         with suppress(OSError):
-            found.append(Path(str(ImageFont.truetype(name).path)))
-    return tuple(found)
+            files.append(Path(str(ImageFont.truetype(name).path)))
+    return tuple(files)

@@ -2,7 +2,7 @@
 
 `LogWriter.add_graph` of VisualDL 2.5.3 needs Paddle's old program format and fails with the
 current one.  An export's model.json has the same content: operations, their layers (`struct_name`)
-and shapes.  This module writes what the page reads of `add_graph`'s output;
+and shapes.  This module writes the part of `add_graph`'s output that the page reads;
 `visualdl --logdir OUTPUT/vdl` shows it beside a run's curves.
 
 Source: github.com/PaddlePaddle/VisualDL 2.5.3, visualdl/reader/graph_reader.py and
@@ -19,7 +19,7 @@ _FILE = "vdlgraph.model.log"  # the page looks for `vdlgraph` in names
 _VERSION = "1.0.0"
 _ROOT = "/"
 _DTYPES = {"t_f32": "float32", "t_f64": "float64", "t_i32": "int32", "t_i64": "int64"}
-_HANDED_ON = ("combine", "split")  # pass-through: outputs equal inputs
+_HANDED_ON = ("combine", "split")  # operations whose outputs equal their inputs
 _ENDS = {"data": "feed", "fetch": "fetch"}  # the page's names for inputs and outputs
 _DECODING = "/decode/"  # for operations outside any layer: box decoding, suppression
 
@@ -32,31 +32,35 @@ def write_graph(program: Path, folder: Path) -> Path:
         folder: where VisualDL looks (`--logdir`).
     Raises: OSError: cannot read the program or write the page.  KeyError: not such a program.
     """
-    graph = graph_of(json.loads(program.read_bytes()))
+    graph = build_graph(json.loads(program.read_bytes()))
     replace_file(folder / _FILE, json.dumps(graph).encode())
     return folder / _FILE
 
 
-def graph_of(program: dict[str, Any]) -> dict[str, Any]:
-    """Nodes (operations and enclosing layers) and variables in VisualDL's format.
+def build_graph(program: dict[str, Any]) -> dict[str, Any]:
+    """Builds the nodes (operations and enclosing layers) and variables in VisualDL's format.
 
     Omits constants; replaces pass-through operations by their inputs.
     """
     (block,) = program["program"]["regions"][0]["blocks"]
-    nodes: dict[str, dict[str, Any]] = {_ROOT: _layer(_ROOT)}
+    nodes: dict[str, dict[str, Any]] = {_ROOT: _make_node(_ROOT)}
     variables: dict[str, dict[str, Any]] = {}
-    behind: dict[int, list[str]] = {}  # value of the program -> variables it represents
-    for place, operation in enumerate(block["ops"]):
+    variables_of: dict[int, list[str]] = {}  # value of the program -> variables it represents
+    for index, operation in enumerate(block["ops"]):
         kind = operation["#"].partition(".")[2] or operation["#"]
         outputs = operation["O"] if isinstance(operation["O"], list) else [operation["O"]]
-        inputs = [name for value in operation.get("I", ()) for name in behind.get(value["%"], ())]
+        inputs = [
+            name for value in operation.get("I", ()) for name in variables_of.get(value["%"], ())
+        ]
         if kind in _HANDED_ON:
-            behind |= {value["%"]: inputs for value in outputs}
+            variables_of |= {value["%"]: inputs for value in outputs}
             continue
         if not inputs and kind not in ("p", "data"):
             continue
-        attributes = {each["N"]: each["AT"] for each in operation["A"] if isinstance(each, dict)}
-        made = []
+        attributes = {
+            entry["N"]: entry["AT"] for entry in operation["A"] if isinstance(entry, dict)
+        }
+        output_names = []
         for value in outputs:
             if kind == "p":
                 name = operation["A"][3]
@@ -64,24 +68,24 @@ def graph_of(program: dict[str, Any]) -> dict[str, Any]:
                 name = attributes["name"]["D"]
             else:
                 name = f"{kind}_{value['%']}"
-            made.append(name)
-            behind[value["%"]] = [name]
-            variables[name] = _variable(name, value.get("TT"), parameter=kind == "p")
+            output_names.append(name)
+            variables_of[value["%"]] = [name]
+            variables[name] = _make_variable(name, value.get("TT"), parameter=kind == "p")
         if kind == "p":
             continue
         layer = attributes.pop("struct_name", {"D": _ROOT})["D"]
         if layer == _ROOT and kind not in _ENDS:
             layer = _DECODING
-        node = _layer(f"{layer}{kind}_{place}", _ENDS.get(kind, kind))
+        node = _make_node(f"{layer}{kind}_{index}", _ENDS.get(kind, kind))
         node["is_leaf_node"] = True
         node["input_vars"] = {"X": inputs} if inputs else {}
-        node["output_vars"] = {"Y": made} if made else {}
+        node["output_vars"] = {"Y": output_names} if output_names else {}
         node["attrs"] = {name: _plain(value) for name, value in attributes.items()}
         node["attr_types"] = {name: value["#"][4:].upper() for name, value in attributes.items()}
         nodes[node["name"]] = node
         for name in inputs:
             variables[name]["to_nodes"].append(node["name"])
-        for name in made:
+        for name in output_names:
             variables[name]["from_node"] = node["name"]
         _put_into_layers(node["name"], nodes)
     _join_layers(nodes, variables)
@@ -93,8 +97,8 @@ def graph_of(program: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _layer(name: str, kind: str = "") -> dict[str, Any]:
-    """An empty node; its default kind is its name without a number."""
+def _make_node(name: str, kind: str = "") -> dict[str, Any]:
+    """Makes an empty node; its default kind is its name without a number."""
     if not kind:
         stem, _, number = name.rpartition("/")[2].rpartition("_")
         kind = stem if number.isdecimal() else name.rpartition("/")[2]
@@ -112,8 +116,11 @@ def _layer(name: str, kind: str = "") -> dict[str, Any]:
     }
 
 
-def _variable(name: str, kind: dict[str, Any] | None, *, parameter: bool) -> dict[str, Any]:
-    """Args: kind: type and shape of a tensor; None: not a tensor."""
+def _make_variable(name: str, kind: dict[str, Any] | None, *, parameter: bool) -> dict[str, Any]:
+    """Makes a variable.
+
+    Args: kind: type and shape of a tensor; None: not a tensor.
+    """
     dtype, shape = "", []
     if kind is not None and kind["#"].endswith("t_dtensor"):
         dtype, shape = kind["D"][0]["#"].rpartition(".")[2], kind["D"][1]
@@ -128,22 +135,22 @@ def _variable(name: str, kind: dict[str, Any] | None, *, parameter: bool) -> dic
 
 
 def _plain(attribute: dict[str, Any]) -> Any:
-    """The value of an attribute, lists converted recursively."""
+    """Returns the value of an attribute, lists converted recursively."""
     if attribute["#"].endswith("a_array"):
-        return [_plain(each) for each in attribute["D"]]
+        return [_plain(entry) for entry in attribute["D"]]
     return attribute.get("D")
 
 
 def _put_into_layers(name: str, nodes: dict[str, dict[str, Any]]) -> None:
     """Adds a node to its enclosing layer, recursively up to the root."""
     while name != _ROOT:
-        around = name.rpartition("/")[0] or _ROOT
-        nodes[name]["parent_node"] = around
-        known = around in nodes
-        nodes.setdefault(around, _layer(around))["children_node"].append(name)
-        if known:
+        parent = name.rpartition("/")[0] or _ROOT
+        nodes[name]["parent_node"] = parent
+        is_known = parent in nodes
+        nodes.setdefault(parent, _make_node(parent))["children_node"].append(name)
+        if is_known:
             return
-        name = around
+        name = parent
 
 
 def _join_layers(nodes: dict[str, dict[str, Any]], variables: dict[str, dict[str, Any]]) -> None:

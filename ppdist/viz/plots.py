@@ -1,7 +1,7 @@
-"""Plots of runs, evaluations, data sets and studies, by matplotlib.
+"""Draws plots of runs, evaluations, data sets and studies with matplotlib.
 
-Figures are made and written by themselves; pyplot, with its state and its choice of a window
-system, is never imported.  Letters: C classes, T confidences, R records or recalls, W ranks.
+Figures are made and written directly; pyplot, with its state and its choice of a window system, is
+never imported.  Letters: C classes, T confidences, R records or recalls, W ranks.
 """
 
 import io
@@ -44,34 +44,37 @@ from ppdist.viz.draw import (
     caption,
     draw_labelled,
     grid,
-    installed,
+    installed_fonts,
     readable,
     without_emoji,
 )
 
-# Those of the palette that can be seen on white.
+# The colours of the palette that are visible on white.
 COLOURS = tuple(
     "#{:02x}{:02x}{:02x}".format(*colour)
     for colour in (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY_BLUE, GREY)
 )
-DASHES = ("-", "--", ":", "-.")  # where there are more lines than colours
+DASHES = ("-", "--", ":", "-.")  # used when there are more lines than colours
 # Curves of a class have the colour of its boxes (draw.PALETTE), but a yellow for white paper.
 CLASS_COLOURS = tuple(
     "#b3a600" if colour == YELLOW else "#{:02x}{:02x}{:02x}".format(*colour) for colour in PALETTE
 )
 MARKERS = "os^"
-MAP = "Blues"  # one hue, so all eyes see the same; more is darker
+MAP = "Blues"  # one hue, so that colour blindness does not matter; more is darker
 _DOTS = 110  # per inch
-_MOST_LETTERS = 40  # of a class's name
+_MOST_LETTERS = 40  # of a class name in a plot
 
 
 def save(path: Path, figure: Figure) -> None:
-    """Writes a PNG file.  Raises: UserError: the system refused."""
+    """Writes a figure as a PNG file.
+
+    Raises: UserError: the system refused.
+    """
     write_whole(path, png(figure))
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as PNG."""
+    """Encodes a figure as PNG."""
     content = io.BytesIO()
     figure.set_dpi(_DOTS)
     FigureCanvasAgg(figure).print_png(content)  # `savefig` would draw it twice
@@ -80,21 +83,21 @@ def png(figure: Figure) -> bytes:
 
 @cache
 def fonts() -> list[str]:
-    """Font families in order of preference; the first comes with matplotlib."""
+    """Lists the font families in order of preference; the first comes with matplotlib."""
     families = ["DejaVu Sans"]
-    for file in installed(CJK_FONTS):
+    for file in installed_fonts(CJK_FONTS):
         font_manager.fontManager.addfont(file)
         families.append(font_manager.FontProperties(fname=file).get_name())
     return families
 
 
-def drawable(name: str, label: int, most: int = _MOST_LETTERS) -> str:
+def drawable(name: str, label: int, max_letters: int = _MOST_LETTERS) -> str:
     """Returns the class name, shortened; without emoji, or `#label`, if fonts lack its letters."""
-    name = name if len(name) <= most else f"{name[: most - 3]}..."
+    name = name if len(name) <= max_letters else f"{name[: max_letters - 3]}..."
     name = name if _in_fonts(name) else without_emoji(name)
     if not name or not _in_fonts(name):
         return f"#{label}"
-    return f" {name}" if name.startswith("_") else name  # legends leave out what begins so
+    return f" {name}" if name.startswith("_") else name  # legends leave out names that begin with _
 
 
 def _in_fonts(text: str) -> bool:
@@ -105,18 +108,18 @@ def _in_fonts(text: str) -> bool:
     return not missing
 
 
-def as_written(*texts: Text) -> None:
-    """Shows class names verbatim: `$` starts no mathematics, any font may serve."""
+def show_verbatim(*texts: Text) -> None:
+    """Shows class names verbatim: `$` starts no mathematics, and any font may serve."""
     for text in texts:
         text.set_parse_math(False)
         text.set_fontfamily(fonts())
 
 
-def legend(axes: Axes, **placing: Any) -> None:
-    """A legend that shows names verbatim; none if nothing has a name."""
+def legend(axes: Axes, **placement: Any) -> None:
+    """Adds a legend that shows names verbatim; none if nothing has a name."""
     handles, names = axes.get_legend_handles_labels()
     if names:
-        as_written(*axes.legend(handles, names, **placing).get_texts())
+        show_verbatim(*axes.legend(handles, names, **placement).get_texts())
 
 
 def panels(
@@ -130,37 +133,39 @@ def panels(
     title: str = "",
     grid: bool = True,
 ) -> tuple[Figure, list[Axes]]:
-    """A new figure, and its axes row by row.
+    """Makes a new figure; returns it, and its axes row by row.
 
     Args:
-        across: how many in a row, at most.
-        width, height: of each, in inches; besides: of the figure's title, in inches.
-        xlabel: of all of them.
+        across: axes in a row, at most.
+        width, height: of one of the axes, in inches; besides: height of the title, in inches.
+        xlabel: of all axes.
         title: of the figure, verbatim.
     """
     across = min(count, across)
     down = -(-count // across)
     figure = Figure(figsize=(across * width, down * height + besides), layout="constrained")
     axes = list(np.ravel(figure.subplots(down, across, squeeze=False)))
-    for each in axes[count:]:
-        each.set_visible(False)
-    for each in axes[:count]:
-        each.set_xlabel(xlabel)
+    for unused in axes[count:]:
+        unused.set_visible(False)
+    for panel in axes[:count]:
+        panel.set_xlabel(xlabel)
         if grid:
-            each.grid(alpha=0.25)
+            panel.grid(alpha=0.25)
     if title:
-        as_written(figure.suptitle(title))
+        show_verbatim(figure.suptitle(title))
     return figure, axes[:count]
 
 
 # Curves of classes.
 
-_MOST_NAMED_CURVES = 16  # classes with a line and a name of their own
+_MOST_NAMED_CURVES = 16  # classes whose lines have a name
 _CURVE_NAME_LETTERS = 24  # letters
 
 
 def pr_curve(evaluation: Mapping[str, Any]) -> Figure | None:
-    """Precision over recall: a curve per class and a thick mean; None: no such curves."""
+    """Draws precision over recall: a curve per class and a thick mean; None: there are no such
+    curves.
+    """
     curves, metrics = evaluation.get("curves") or {}, evaluation.get("metrics") or {}
     if not curves.get("precision_CR"):
         return None
@@ -169,22 +174,22 @@ def pr_curve(evaluation: Mapping[str, Any]) -> Figure | None:
         for key in ("recall_R", "precision_CR", "mean_precision_R")
     )
     figure, (axes,) = panels(1, 1, 9, 5.6)
-    known_C = np.isfinite(precision_CR).any(1)
-    indices = np.flatnonzero(known_C).tolist()
-    looks = [curves["curve_classes"][index] for index in indices]
+    measured_C = np.isfinite(precision_CR).any(1)
+    indices = np.flatnonzero(measured_C).tolist()
+    styles = [curves["curve_classes"][index] for index in indices]
     if len(indices) > _MOST_NAMED_CURVES:
-        axes.plot(recall_R, precision_CR[known_C].T, color="0.7", linewidth=0.6, alpha=0.7)
+        axes.plot(recall_R, precision_CR[measured_C].T, color="0.7", linewidth=0.6, alpha=0.7)
         axes.plot([], [], color="0.7", label=f"{len(indices)} classes")
-        looks = []
-    elif max(looks, default=0) >= len(CLASS_COLOURS) * len(DASHES):  # few of very many classes
-        looks = [*range(len(indices))]
-    for index, look in zip(indices, looks):
+        styles = []
+    elif max(styles, default=0) >= len(CLASS_COLOURS) * len(DASHES):  # a few of very many classes
+        styles = [*range(len(indices))]
+    for index, style in zip(indices, styles):
         label = curves["curve_classes"][index]
         name = drawable(evaluation["class_names"][label], label, _CURVE_NAME_LETTERS)
         value = evaluation["per_class"][label].get("AP50")
         axes.plot(
-            recall_R, precision_CR[index], DASHES[look // len(CLASS_COLOURS)], linewidth=1.4,
-            color=CLASS_COLOURS[look % len(CLASS_COLOURS)],
+            recall_R, precision_CR[index], DASHES[style // len(CLASS_COLOURS)], linewidth=1.4,
+            color=CLASS_COLOURS[style % len(CLASS_COLOURS)],
             label=name if value is None else f"{name} {value:.3f}",
         )  # fmt: skip
     if np.isfinite(mean_R).any():
@@ -201,26 +206,26 @@ def pr_curve(evaluation: Mapping[str, Any]) -> Figure | None:
 
 _MOST_EXAMPLES = 12  # images
 _ACROSS = 4
-_TILE_WIDTH = 480  # pixels of one; four of them are about as wide as a screen
+_TILE_WIDTH = 480  # pixels; four tiles are about as wide as a screen
 _MOST_TILE_HEIGHT = 2 * _TILE_WIDTH
-_MOST_WRONG = 15  # boxes drawn on an image: the surest
+_MOST_WRONG = 15  # wrong boxes drawn on an image: the surest
 _FOUND, _MISSED, _WRONG = GREEN, VERMILION, SKY_BLUE
 
 
 def mosaic(
     entries: Sequence[Mapping[str, Any]], class_names: Sequence[str], folders: Sequence[Path]
 ) -> np.ndarray | None:
-    """Images in rows, each with its detections and a caption below.
+    """Arranges images in rows, each with its detections and a caption below.
 
     Found objects are outlined in green, missed ones in vermilion, wrong detections in blue.
 
     Args:
         entries: `worst` or `best` of evaluation.json.
-        folders: where the files are.  Files elsewhere are not shown: evaluation.json may come from
+        folders: the folders of the files.  Other files are not shown: evaluation.json may come from
             a stranger.
     Returns: uint8 RGB; None: no image is readable.
     """
-    tiles = [_tile(entry, class_names, folders) for entry in entries[:_MOST_EXAMPLES]]
+    tiles = [_draw_tile(entry, class_names, folders) for entry in entries[:_MOST_EXAMPLES]]
     shown = [tile for tile in tiles if tile is not None]
     if not shown:
         return None
@@ -228,10 +233,12 @@ def mosaic(
     return caption(picture, "green: found; red: missed; blue: wrong, with its score")
 
 
-def _tile(
+def _draw_tile(
     entry: Mapping[str, Any], class_names: Sequence[str], folders: Sequence[Path]
 ) -> np.ndarray | None:
-    """A picture with what an entry lists: `true` and `predicted`, see ppdist.metrics.analysis."""
+    """Draws the boxes of an entry on its image: `true` and `predicted`, see
+    ppdist.metrics.analysis.
+    """
     image_HW3 = _read_within(str(entry["file"]), folders)
     if image_HW3 is None:
         return None
@@ -242,10 +249,10 @@ def _tile(
         image_HW3, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
     )
     # The surest come first; an untrained model has hundreds, which would hide the image.
-    wrong = [each for each in entry.get("predicted") or () if each[-1] != "correct"]
+    wrong = [row for row in entry.get("predicted") or () if row[-1] != "correct"]
     drawn = [
-        (box_4, readable(str(class_names[label]), label), _FOUND if found else _MISSED)
-        for label, *box_4, found in entry.get("true") or ()
+        (box_4, readable(str(class_names[label]), label), _FOUND if was_found else _MISSED)
+        for label, *box_4, was_found in entry.get("true") or ()
     ] + [
         (box_4, f"{readable(str(class_names[label]), label)} {score:.2f}", _WRONG)
         for label, score, *box_4, _ in wrong[:_MOST_WRONG]
@@ -253,7 +260,7 @@ def _tile(
     boxes, texts, colours = zip(*drawn) if drawn else ((), (), ())
     boxes_N4 = scale * np.array(boxes).reshape(-1, 4)
     image_HW3 = draw_labelled(image_HW3, boxes_N4, texts, colours)
-    room = max(0, _TILE_WIDTH - size[0])  # beside a narrow one, to write below
+    room = max(0, _TILE_WIDTH - size[0])  # widens a narrow image, for the text below it
     white = (255, 255, 255)
     image_HW3 = cv2.copyMakeBorder(image_HW3, 0, 0, 0, room, cv2.BORDER_CONSTANT, value=white)
     counts = ", ".join(f"{what} {entry[what]}" for what in ("objects", "found", "missed", "wrong"))
@@ -271,16 +278,16 @@ def _read_within(file: str, folders: Sequence[Path]) -> np.ndarray | None:
     for folder in (Path(), *folders):
         path = Path(os.path.abspath(folder / file))  # without `..`
         try:
-            if any(path.is_relative_to(each) for each in allowed):
+            if any(path.is_relative_to(folder) for folder in allowed):
                 return read_image(path, opener=STORAGE)
-        except (DataError, OSError, ValueError):  # a name with a zero in it is a ValueError
+        except (DataError, OSError, ValueError):  # a name with a zero byte is a ValueError
             continue
     return None
 
 
 # The course of a run.
 
-# Panels of scores that are read together; those that the run has are drawn.
+# Panels of scores that belong together; the scores that the run has are drawn.
 _SCORES = {
     "mean average precision": ("mAP", "mAP50", "mAP75"),
     "mAP by size of the objects": ("mAP_small", "mAP_medium", "mAP_large"),
@@ -288,52 +295,53 @@ _SCORES = {
     "at the confidence of the best F1": ("precision", "recall", "f1"),
     "accuracy": ("top1", "top5"),
 }
-_RULING = ("mAP", "top1")  # first scores of the panel in which the best evaluation is marked
-_SPREAD = 20  # times as much: a linear axis would show the beginning of a curve and a flat rest
-_LOW = 0.3  # a best score below it would lie at the bottom of an axis that ends at 1
-_FEW = 60  # records that are drawn as they are; of more, their running mean, too
+# First scores of the panel in which the best evaluation is marked.
+_RANKING_METRICS = ("mAP", "top1")
+_SPREAD = 20  # a curve with a larger ratio gets a logarithmic axis
+_LOW = 0.3  # if the best score is below, the axis ends below 1
+_FEW = 60  # up to this many points are drawn raw; beyond that a running mean is added
 
 
 def column(records: Sequence[Numbers], name: str) -> np.ndarray:
-    """float64 [R], NaN where a record has no such number."""
-    return np.array([each.get(name, np.nan) for each in records], np.float64)
+    """Returns a number of all records, float64 [R]; NaN where a record has no such number."""
+    return np.array([record.get(name, np.nan) for record in records], np.float64)
 
 
 def _has(records: Sequence[Numbers], name: str) -> bool:
-    return any(name in each for each in records)
+    return any(name in record for record in records)
 
 
-def _unit(run: Run) -> str:
+def _x_unit(run: Run) -> str:
     return "epoch" if _has([*run.train, *run.evaluations], "epoch") else "step"
 
 
-def _places(run: Run, step_R: np.ndarray) -> np.ndarray:
-    """Epochs [R] of some steps; the steps if no epoch is known."""
-    known = [each for each in (*run.train, *run.evaluations) if "epoch" in each]
-    if not known:
+def _x_positions(run: Run, step_R: np.ndarray) -> np.ndarray:
+    """Returns the epochs [R] of some steps; the steps if no epoch is recorded."""
+    with_epoch = [record for record in (*run.train, *run.evaluations) if "epoch" in record]
+    if not with_epoch:
         return step_R
-    pairs = np.array([[0.0, 0.0], *([each["step"], each["epoch"]] for each in known)])
+    pairs = np.array([[0.0, 0.0], *([record["step"], record["epoch"]] for record in with_epoch)])
     pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
     return np.interp(step_R, pairs[:, 0], pairs[:, 1])
 
 
 def results(run: Run, title: str) -> Figure | None:
-    """Each loss in training and validation, then scores."""
-    names = dict.fromkeys(["loss", *(name for each in run.train for name in each)])
+    """Draws every loss in training and validation, then the scores."""
+    names = dict.fromkeys(["loss", *(name for record in run.train for name in record)])
     losses = [name for name in names if re.match("loss(_|$)", name) and _has(run.train, name)]
     scores = {
-        what: found
+        what: present
         for what, names in _SCORES.items()
-        if (found := [name for name in names if _has(run.evaluations, name)])
+        if (present := [name for name in names if _has(run.evaluations, name)])
     }
     count = len(losses) + len(scores)
     if not count:
         return None
     step_R, evaluated_R = (
-        _places(run, column(records, "step")) for records in (run.train, run.evaluations)
+        _x_positions(run, column(records, "step")) for records in (run.train, run.evaluations)
     )
-    figure, shown = panels(count, _ACROSS, 4, 3.1, 0.4, xlabel=_unit(run), title=title)
-    for axes, name in zip(shown, losses):
+    figure, panel_axes = panels(count, _ACROSS, 4, 3.1, 0.4, xlabel=_x_unit(run), title=title)
+    for axes, name in zip(panel_axes, losses):
         validation = f"val_{name}"
         _curve(axes, step_R, column(run.train, name), "training")
         if _has(run.evaluations, validation):
@@ -341,21 +349,22 @@ def results(run: Run, title: str) -> Figure | None:
                 evaluated_R, column(run.evaluations, validation), color=COLOURS[3],
                 marker=MARKERS[1], markersize=3.5, label="validation",
             )  # fmt: skip
-        _scale(axes, [column(run.train, name), column(run.evaluations, validation)])
+        _scale_axis(axes, [column(run.train, name), column(run.evaluations, validation)])
         axes.set_title(name)
         legend(axes, fontsize=8)
-    for axes, (what, found) in zip(shown[len(losses) :], scores.items()):
-        most = 0.0
-        for colour, marker, name in zip(COLOURS, MARKERS, found):
+    for axes, (what, present) in zip(panel_axes[len(losses) :], scores.items()):
+        highest = 0.0
+        for colour, marker, name in zip(COLOURS, MARKERS, present):
             value_R = column(run.evaluations, name)
-            most = max(most, np.nanmax(value_R))
+            highest = max(highest, np.nanmax(value_R))
             axes.plot(evaluated_R, value_R, color=colour, marker=marker, markersize=3.5, label=name)
-        if found[0] in _RULING and run.best:
-            name = run.metric if run.metric in found else found[0]  # fitness has no curve
-            best = _places(run, np.array([run.best["step"]])), [run.best.get(name, np.nan)]
+        if present[0] in _RANKING_METRICS and run.best:
+            # Fitness has no curve of its own.
+            name = run.metric if run.metric in present else present[0]
+            best = _x_positions(run, np.array([run.best["step"]])), [run.best.get(name, np.nan)]
             label = f"best {run.metric}: {run.best[run.metric]:.3f}"
             axes.plot(*best, "o", markersize=10, markerfacecolor="none", color="black", label=label)
-        axes.set_ylim(0, 1 if most > _LOW or not most else 1.2 * most)
+        axes.set_ylim(0, 1 if highest > _LOW or not highest else 1.2 * highest)
         axes.set_title(what)
         legend(axes, fontsize=8)
     return figure
@@ -373,35 +382,35 @@ def _curve(
 
 
 def _smooth(value_R: np.ndarray, reach: int) -> np.ndarray:
-    """Moving average over `reach` values on each side; ignores NaN."""
+    """Computes the moving average over `reach` values on each side; ignores NaN."""
     window = np.ones(2 * reach + 1)
-    known_R = np.isfinite(value_R)
-    total_R = np.convolve(np.where(known_R, value_R, 0), window, "same")
-    count_R = np.convolve(known_R.astype(np.float64), window, "same")
+    finite_R = np.isfinite(value_R)
+    total_R = np.convolve(np.where(finite_R, value_R, 0), window, "same")
+    count_R = np.convolve(finite_R.astype(np.float64), window, "same")
     return np.where(count_R > 0, total_R / np.maximum(count_R, 1), np.nan)
 
 
-def _scale(axes: Axes, values: Sequence[np.ndarray]) -> None:
-    """A logarithmic axis where values lie far apart, else one from 0."""
-    known = np.concatenate(values)
-    known = known[np.isfinite(known)]
-    if not len(known):
+def _scale_axis(axes: Axes, values: Sequence[np.ndarray]) -> None:
+    """Chooses a logarithmic axis if values lie far apart, else one from 0."""
+    finite = np.concatenate(values)
+    finite = finite[np.isfinite(finite)]
+    if not len(finite):
         axes.text(
             0.5, 0.5, "nothing was finite", ha="center", va="center", transform=axes.transAxes,
             color="0.4",
         )  # fmt: skip
-    elif known.min() > 0 and known.max() > _SPREAD * np.median(known):
+    elif finite.min() > 0 and finite.max() > _SPREAD * np.median(finite):
         axes.set_yscale("log")
-    elif known.min() >= 0:
-        axes.set_ylim(0, 1.05 * known.max() or 1)
+    elif finite.min() >= 0:
+        axes.set_ylim(0, 1.05 * finite.max() or 1)
 
 
 # Confusion of classes.
 
-_BESIDE = 20  # classes; of more, the two matrices stand one below the other
-_MOST_NAMED_ROWS = 100  # classes; of more, neither names nor numbers could be read
+_BESIDE = 20  # classes; with more, the two matrices stand one below the other
+_MOST_NAMED_ROWS = 100  # classes; with more, neither names nor numbers would be readable
 _ROW_NAME_LETTERS = 18  # letters
-_LETTERS_ACROSS = 50  # of names that lie below a matrix; if there are more, they stand
+_LETTERS_ACROSS = 50  # of horizontal names below a matrix; more letters are written upright
 _BACKGROUND = "background"
 
 
@@ -413,16 +422,16 @@ def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
 
     Returns: None: there is no confusion, or no object and no detection in it.
     """
-    found = evaluation.get("confusion")
-    size = len(found.get("counts") or found["true_counts"]) if found else 0
-    if not found or not size:
+    table = evaluation.get("confusion")
+    size = len(table.get("counts") or table["true_counts"]) if table else 0
+    if not table or not size:
         return None
-    cells = np.array(found.get("cells") or [], np.int64).reshape(-1, 3)
-    if matrix := found.get("counts"):
+    cells = np.array(table.get("cells") or [], np.int64).reshape(-1, 3)
+    if matrix := table.get("counts"):
         counts_SS = np.array(matrix, np.int64)
         rows, columns = np.nonzero(counts_SS)
         cells = np.stack([rows, columns, counts_SS[rows, columns]], axis=1)
-    drawn_S, which = _drawn_classes(cells, size)
+    drawn_S, note = _drawn_classes(cells, size)
     if not len(drawn_S):
         return None
     place_S = np.full(size, -1)
@@ -433,23 +442,25 @@ def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
     counts[tuple(places[inside].T)] = cells[inside, 2]
     class_names = [*evaluation["class_names"]]
     names = [
-        drawable(class_names[at], at, _ROW_NAME_LETTERS) if at < len(class_names) else _BACKGROUND
-        for at in drawn_S.tolist()  # of a classifier there is no background
+        drawable(class_names[label], label, _ROW_NAME_LETTERS)
+        if label < len(class_names)
+        else _BACKGROUND
+        for label in drawn_S.tolist()  # of a classifier there is no background
     ]
     beside = len(names) <= _BESIDE
     side = float(np.clip(0.205 * len(names), 3.2, 18)) + 2.4
-    title, iou, confidence = "confusion", found.get("iou"), found.get("confidence")
+    title, iou, confidence = "confusion", table.get("iou"), table.get("confidence")
     if iou is not None and confidence is not None:
         title += f" of boxes that meet with IoU {iou:g} or more, confidence {confidence:.3g}"
     width = side if beside else side + 0.6
-    figure, (shares, absolute) = panels(2, 1 + beside, width, side, title=title + which, grid=False)
-    true_S = np.array(found.get("true_counts") or np.bincount(cells[:, 0], cells[:, 2], size))
-    for at, row in enumerate(evaluation.get("per_class") or ()):
-        true_S[at] = row.get("objects") or true_S[at]
-    _matrix(
+    figure, (shares, absolute) = panels(2, 1 + beside, width, side, title=title + note, grid=False)
+    true_S = np.array(table.get("true_counts") or np.bincount(cells[:, 0], cells[:, 2], size))
+    for label, row in enumerate(evaluation.get("per_class") or ()):
+        true_S[label] = row.get("objects") or true_S[label]
+    _draw_matrix(
         shares, 100 * counts / np.maximum(true_S[drawn_S], 1)[:, None], names, Normalize(0, 100)
     )
-    _matrix(absolute, counts, names, PowerNorm(0.4, 0, max(1.0, counts.max())))
+    _draw_matrix(absolute, counts, names, PowerNorm(0.4, 0, max(1.0, counts.max())))
     of_boxes = _BACKGROUND in names[-1:]
     shares.set_title("% of the true objects" if of_boxes else "% of the true images")
     absolute.set_title("detections" if of_boxes else "images")
@@ -475,8 +486,8 @@ def _drawn_classes(cells_K3: np.ndarray, size: int) -> tuple[np.ndarray, str]:
     return drawn_S, f"; {len(drawn_S)} of {size} rows: those {what}"
 
 
-def _matrix(axes: Axes, value: np.ndarray, names: Sequence[str], norm: Normalize) -> None:
-    """Fields below a half stay white, in others stands a number."""
+def _draw_matrix(axes: Axes, value: np.ndarray, names: Sequence[str], norm: Normalize) -> None:
+    """Draws a matrix: fields below a half stay white, others show a number."""
     axes.imshow(np.ma.masked_less(value, 0.5), cmap=MAP, norm=norm, interpolation="nearest")
     axes.set(xlabel="predicted", ylabel="true")
     if len(names) > _MOST_NAMED_ROWS + 1:
@@ -486,7 +497,7 @@ def _matrix(axes: Axes, value: np.ndarray, names: Sequence[str], norm: Normalize
     upright = len(names) * max(map(len, names)) > _LETTERS_ACROSS
     axes.set_xticks(places, names, rotation=90 if upright else 0, fontsize=letters)
     axes.set_yticks(places, names, fontsize=letters)
-    as_written(*axes.get_xticklabels(), *axes.get_yticklabels())
+    show_verbatim(*axes.get_xticklabels(), *axes.get_yticklabels())
     digits = 9.0 if len(names) <= 12 else 6.5 if len(names) <= 40 else 5.0
     for row, column in zip(*np.nonzero(value >= 0.5)):
         dark = norm(value[row, column]) > 0.5
@@ -497,22 +508,24 @@ def _matrix(axes: Axes, value: np.ndarray, names: Sequence[str], norm: Normalize
 
 
 def _short(value: float) -> str:
-    """Three characters at most: 7, 42, 650, 3k, 20k."""
+    """Formats a number with three characters at most: 7, 42, 650, 3k, 20k."""
     if value < 999.5:
         return f"{max(1.0, value):.0f}"
     return f"{value / 1e3:.0f}k" if value < 999.5e3 else f"{value / 1e6:.0f}M"
 
 
-# What objects the sets hold.
+# The objects of the sets.
 
 _MOST_COUNT_BARS = 80
-_UNEVEN = 30  # times as many: a bar of the least could not be seen on a linear axis
+_UNEVEN = (
+    30  # a larger ratio of counts needs a logarithmic axis, for the smallest bar to be visible
+)
 
 
 def plot_classes(
     splits: Mapping[str, Objects], class_names: Sequence[str], path: Path, *, boxes: bool = True
 ) -> None:
-    """Writes a PNG of how many objects and images each class has.
+    """Writes a PNG with the number of objects and images of each class.
 
     Args:
         splits: name of each split -> its objects; two at most, of the same classes.
@@ -520,11 +533,11 @@ def plot_classes(
     Raises: UserError: it cannot be written.
     """
     make_folder(path.parent)
-    save(path, _classes(splits, class_names, boxes))
+    save(path, _draw_classes(splits, class_names, boxes))
 
 
-def _classes(splits: Mapping[str, Objects], class_names: Sequence[str], boxes: bool) -> Figure:
-    """Objects (with boxes) and images of each class, the most common above."""
+def _draw_classes(splits: Mapping[str, Objects], class_names: Sequence[str], boxes: bool) -> Figure:
+    """Draws objects (with boxes) and images of each class, the most common on top."""
     counts = {name: per_class(objects, len(class_names)) for name, objects in splits.items()}
     order_C = np.argsort(-next(iter(counts.values()))[0], kind="stable")
     shown = len(class_names) <= _MOST_COUNT_BARS
@@ -546,29 +559,29 @@ def _classes(splits: Mapping[str, Objects], class_names: Sequence[str], boxes: b
             else:  # too many for bars
                 axes.plot(count_C, ".", color=colour, label=name, markersize=3)
                 axes.set_xlabel("classes, sorted by frequency")
-        _count_axis(axes.xaxis if shown else axes.yaxis, series)
+        _scale_count_axis(axes.xaxis if shown else axes.yaxis, series)
         axes.set_title(title)
     if shown:
         names = [drawable(class_names[label], label) for label in order_C]
         columns[0].set_yticks(range(len(order_C)), names)
         columns[0].set_ylim(len(order_C) - 0.5, -0.5)
-        as_written(*columns[0].get_yticklabels())
+        show_verbatim(*columns[0].get_yticklabels())
     figure.legend(*columns[0].get_legend_handles_labels(), loc="outside right upper")
     return figure
 
 
-def _count_axis(axis: XAxis | YAxis, series: Mapping[str, np.ndarray]) -> None:
+def _scale_count_axis(axis: XAxis | YAxis, series: Mapping[str, np.ndarray]) -> None:
     """Scales a count axis from 0, logarithmic if values lie far apart.
 
     An eighth stays free for annotations.
     """
-    everything = np.concatenate(list(series.values()))
-    most, name = max(1, everything.max()), axis.axis_name
-    if most > _UNEVEN * max(1, everything.min()):
+    counts = np.concatenate(list(series.values()))
+    highest, name = max(1, counts.max()), axis.axis_name
+    if highest > _UNEVEN * max(1, counts.min()):
         axis.axes.set(**{f"{name}scale": SymmetricalLogScale(None, linthresh=1)})
-        axis.axes.set(**{f"{name}lim": (0, most * (10 * most) ** (1 / 7))})
+        axis.axes.set(**{f"{name}lim": (0, highest * (10 * highest) ** (1 / 7))})
         axis.set_label_text("number, logarithmic")
     else:
-        axis.axes.set(**{f"{name}lim": (0, most * 8 / 7)})
+        axis.axes.set(**{f"{name}lim": (0, highest * 8 / 7)})
         axis.set_major_locator(MaxNLocator("auto", integer=True))
         axis.set_label_text("number")

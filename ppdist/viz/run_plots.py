@@ -1,10 +1,10 @@
-"""Plots at the end of a run, from its files.
+"""Draws the plots at the end of a run from its files.
 
 metrics.jsonl    -> results.png
 evaluation.json  -> confusion, pr_curve, worst.jpg, best.jpg
 the data set     -> classes
 
-Nothing here raises, also where matplotlib is missing or broken: it is imported when needed.
+Nothing here raises, even if matplotlib is missing or broken: it is imported when needed.
 """
 
 import logging
@@ -42,24 +42,24 @@ def draw_run(
 ) -> list[Path]:
     """Draws metrics.jsonl and evaluation.json of a folder into its folder `plots`.
 
-    Whatever fails costs a warning and the picture; nothing is raised.  A picture of which there is
-    nothing to show (a run without evaluation, a classifier without boxes) is not made.
+    A failure costs a warning and the picture; nothing is raised.  A picture with nothing to show (a
+    run without evaluation, a classifier without boxes) is not made.
 
     Args:
-        image_folders: images in them may be shown, others are not; None: the folders of the set
-            in the configuration that is in output_dir.
+        image_folders: only images in them are shown; None: the folders of the set in the
+            configuration in output_dir.
         tell: called before each picture with the number of pictures done.
     Returns: the files that were written.
     """
     folder, written = output_dir / "plots", list[Path]()
     try:
         require_no_link(folder)
-        from ppdist.viz import plots  # a broken matplotlib is as good as none
+        from ppdist.viz import plots  # a broken matplotlib counts as a missing one
 
-        there = any((output_dir / name).exists() for name in _DRAWN)
-        run = read_run(output_dir) if there else Run(output_dir)
+        has_records = any((output_dir / name).exists() for name in _DRAWN)
+        run = read_run(output_dir) if has_records else Run(output_dir)
         failed = [problem for problem in run.problems if problem.startswith(_DRAWN)]
-        images = folders_of_images(run.config) if image_folders is None else image_folders
+        images = validation_folders(run.config) if image_folders is None else image_folders
         pictures = _pictures(run, images)
         make_folder(folder)
         for done, (name, draw) in enumerate(pictures.items()):
@@ -85,24 +85,24 @@ def draw_run(
 def _pictures(
     run: Run, image_folders: Sequence[Path]
 ) -> dict[str, "Callable[[], Figure | np.ndarray | None]"]:
-    """Picture name -> what draws it, or returns None: nothing to show."""
+    """Lists the name of each picture and the function that draws it, or returns None."""
     from ppdist.viz import plots
 
     ended = _ENDS.get(run.finished, run.finished)
     title = run.name + (f" ({ended})" if ended else "")
     pictures: dict[str, Any] = {"results.png": partial(plots.results, run, title)}
-    found = run.evaluation
-    if found is not None:
-        pictures["confusion.png"] = partial(plots.confusion, found)
-        pictures["pr_curve.png"] = partial(plots.pr_curve, found)
+    evaluation = run.evaluation
+    if evaluation is not None:
+        pictures["confusion.png"] = partial(plots.confusion, evaluation)
+        pictures["pr_curve.png"] = partial(plots.pr_curve, evaluation)
         for name in ("worst", "best"):
-            entries, names = found.get(name) or [], found.get("class_names") or []
+            entries, names = evaluation.get(name) or [], evaluation.get("class_names") or []
             pictures[f"{name}.jpg"] = partial(plots.mosaic, entries, names, image_folders)
     return pictures
 
 
-def folders_of_images(config: Mapping[str, Any]) -> list[Path]:
-    """Where a configuration says that the images of the validation set are.
+def validation_folders(config: Mapping[str, Any]) -> list[Path]:
+    """Returns the folders of the validation images by a configuration.
 
     Args: config: flat, as `Run.config`.
     """
@@ -132,7 +132,7 @@ def draw_labels(
         from ppdist.viz import plots
 
         objects = {
-            split: objects_of(each, image_size, config.resize) for split, each in sets.items()
+            split: objects_of(dataset, image_size, config.resize) for split, dataset in sets.items()
         }
         names = next(iter(sets.values())).class_names
         picture = folder / "classes.png"

@@ -83,7 +83,7 @@ def test_small_images_are_drawn_large_enough_to_read(shape, zoom):
 
 
 def test_a_name_without_a_font_is_its_index(monkeypatch):
-    monkeypatch.setattr(lettering, "_font_of", lambda text: None)
+    monkeypatch.setattr(lettering, "_find_font", lambda text: None)
     by_name = draw([[20, 40, 120, 90]], labels=[1])
     boxes_N4, label_N = np.array([[20.0, 40, 120, 90]]), np.array([1])
     by_index = draw_boxes(grey(), boxes_N4, label_N, ("cat", "#1"))

@@ -20,7 +20,7 @@ def fonts(monkeypatch, tmp_path):
     """The folder that is searched for fonts, empty."""
     if sys.platform != "linux":
         pytest.skip("the folders of fonts are fixed elsewhere")
-    caches = (draw.installed, draw._font_of, draw._opened, plots.fonts)
+    caches = (draw.installed_fonts, draw._find_font, draw._open_font, plots.fonts)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "none"))
     monkeypatch.setenv("XDG_DATA_DIRS", str(tmp_path))
     monkeypatch.setattr(font_manager.fontManager, "ttflist", [*font_manager.fontManager.ttflist])

@@ -16,7 +16,7 @@ from ppdist.data.types import DetectionSet, ImageRecord
 from ppdist.metrics.analysis import analyse
 from ppdist.metrics.run import Run
 from ppdist.viz import draw, plots
-from ppdist.viz.run_plots import draw_run, folders_of_images
+from ppdist.viz.run_plots import draw_run, validation_folders
 
 OF_METRICS = ["results.png"]
 OF_EVALUATION = ["confusion.png", "pr_curve.png", "worst.jpg", "best.jpg"]
@@ -178,7 +178,7 @@ def test_of_many_classes_those_that_occur_are_drawn(classes, drawn):
 )
 def test_an_emoji_alone_is_left_out_of_a_name(monkeypatch, name, shown):
     """Where no font has it."""
-    monkeypatch.setattr(draw, "_font_of", lambda text: text.replace(" ", "").isalpha() or None)
+    monkeypatch.setattr(draw, "_find_font", lambda text: text.replace(" ", "").isalpha() or None)
     assert draw.readable(name, 3) == shown
     monkeypatch.setattr(plots, "_in_fonts", lambda text: text.replace(" ", "").isalpha())
     assert plots.drawable(name, 3) == shown
@@ -300,7 +300,7 @@ def test_images_that_lie_outside_the_set_are_not_shown(tmp_path):
         (tmp_path / folder).mkdir(parents=True)
         cv2.imwrite(str(tmp_path / folder / "a.png"), np.full((9, 9, 3), 90, np.uint8))
     (tmp_path / "data" / "linked").symlink_to(tmp_path / "private")
-    folders = folders_of_images({"data.root": f"{tmp_path}/data", "data.val.images": "images"})
+    folders = validation_folders({"data.root": f"{tmp_path}/data", "data.val.images": "images"})
     for file, shown in {
         "a.png": True,
         f"{tmp_path}/data/images/a.png": True,
@@ -312,7 +312,7 @@ def test_images_that_lie_outside_the_set_are_not_shown(tmp_path):
     }.items():
         entry = {"file": file, "objects": 1, "found": 1, "missed": 0, "wrong": 0}
         assert (plots.mosaic([entry], ["a"], folders) is not None) == shown, file
-    assert folders_of_images({"data": 3}) == folders_of_images({"data.root": [1]}) == []
+    assert validation_folders({"data": 3}) == validation_folders({"data.root": [1]}) == []
 
 
 def test_long_images_have_tiles_of_bounded_size(tmp_path):
