@@ -259,6 +259,8 @@ def _write_paddle(
         ]
     )
     if nms_in_graph and isinstance(fused, Detector) and spec.nms is not None:
+        # The graph with suppression is compared with the one without, which agrees with eager
+        # already.
         save_graph(ModelWithNMS(fused, spec.nms), draft, spec.input)
         for name, graph in load_graphs(draft).items():
             few = cases.images[: 1 if name == PLAIN else None]
@@ -417,6 +419,7 @@ def _require_usable(model: ImageModel, spec: InferenceSpec) -> None:
             code="class_names_count",
             fix="give the names of the classes the model was trained on",
         )
+    # JSON annotations can hold such names.
     for name in spec.class_names:
         if any("\ud800" <= letter <= "\udfff" for letter in name):
             raise ExportError(
@@ -536,10 +539,12 @@ def _move_into_place(directory: Path) -> None:
     if draft.is_symlink():  # an archive may hold a link: nothing is moved from where it leads
         draft.unlink()
     if (draft / SPEC_FILE).is_file():
+        # From here until the last move the folder is no export, so nobody loads a mixture.
         (directory / SPEC_FILE).unlink(missing_ok=True)
         files = [path for path in draft.rglob("*") if path.is_file()]
         for file in sorted(files, key=lambda file: file.name == SPEC_FILE):
             place = directory / file.relative_to(draft)
+            # A folder in an export may have been replaced by a link, which would lead elsewhere.
             if place.parent != directory:
                 require_no_link(place.parent)
             place.parent.mkdir(exist_ok=True)
@@ -704,6 +709,7 @@ def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None
             fix="make room or choose another --out",
         )
     command = python(_CONVERT, program, weights, str(file), str(ONNX_OPSET))
+    # The conversion computes on the CPU and should occupy no card.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -745,6 +751,7 @@ def _simplify(file: Path, outputs: Sequence[str]) -> None:
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    # Higher levels fuse operators into some that only ONNX Runtime has.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.optimized_model_filepath = str(file)
     try:
@@ -922,6 +929,7 @@ def add_accuracy(
     for name, section in sections.items():
         if section is None:
             continue
+        # Left out if the block below fails.
         changed[name] = None
         with _openvino_required(needs_openvino or not name.startswith("openvino"), refused, name):
             predict = ExportedPredictor(directory, options[name], spec)

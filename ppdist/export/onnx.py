@@ -137,6 +137,7 @@ def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
     scores, boxes = (output.name for output in list(model.graph.output)[:2])
     if not nms.multi_label:
         scores = _best_class_only(graph, scores)
+    # ONNX's NonMaxSuppression takes scores [B, C, N].
     scores = graph.add("Transpose", scores, perm=[0, 2, 1])
     if nms.iou_threshold is not None:
         scores = _append_suppression(graph, scores, boxes, nms, nms.iou_threshold)

@@ -177,6 +177,7 @@ def open_exported(
                 fix="export again",
             )
         try:
+            # A file of another export would run, and predict with the wrong class names.
             require_described(file, spec.sha256)
         except PredictorError as error:
             raise ExportError(str(error), code="export_altered") from error

@@ -51,6 +51,7 @@ def export_weights(
     card = read_card_or_warn(weights, warn)
     dataset = validation_set(config, warn, card)
     spec = describe(config, dataset, card)
+    # Names that the user gives replace those of the weights, so these need not agree with the data.
     names = None if class_names else names_for(weights, spec.class_names)
     if class_note := load_all_weights(model, weights, names):
         warn(f"{weights}: {class_note}")

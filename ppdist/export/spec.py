@@ -246,6 +246,7 @@ def describe(
         names = card.class_names
     names = names or tuple(f"class {i}" for i in range(count))
     task = config.model.task
+    # COCO counts categories from 1.
     ids = tuple(range(count)) if task == "classify" else tuple(range(1, count + 1))
     if len(card.category_ids) == count and names == card.class_names:
         ids = card.category_ids

@@ -296,6 +296,7 @@ def _match_order(got: Raw, true: Raw) -> Raw:
         wrong_N = np.abs(scores_NC - true_NC).max(-1) > SCORE_TOLERANCE
         wrong_N |= _box_distance(boxes_N4, true_N4) > BOX_TOLERANCE
         (misplaced_L,) = np.nonzero(wrong_N)
+        # So many mismatches are no exchange of neighbours; the comparison reports them.
         if len(misplaced_L) > _MOST_QUERIES:
             continue
         score_LL = np.abs(scores_NC[misplaced_L] - true_NC[misplaced_L, None]).max(-1)
@@ -456,6 +457,7 @@ def _is_at_threshold(
     tied_R = np.abs(scores_R - nms.score_threshold) <= _SCORE_TIE
     if len(other_R6) >= nms.keep:
         tied_R |= scores_R <= other_R6[:, 1].min() + _SCORE_TIE
+    # A box this thin has no IoU that means anything.
     tied_R |= (rows_R6[:, 4:] - rows_R6[:, 2:4]).min(1) <= BOX_TOLERANCE
     all_rows = np.concatenate([own_R6, other_R6])
     is_better = all_rows[None, :, 1] >= scores_R[:, None] - _SCORE_TIE

@@ -119,6 +119,7 @@ def _analyse_boxes(
     kind_F, about_F = classify_errors(truth, detections, pairs, match_F)
     counts = count_by_confidence(truth, detections, match_F, classes)
     best = best_step(counts)
+    # A set without objects has no best F1; 0.5 is as good as any.
     confidence = CONFIDENCE_T[len(CONFIDENCE_T) // 2 if best is None else best]
     confident_F = detections.score_F >= confidence
     matches = Matches(truth, detections, match_F, kind_F, about_F, confident_F)
@@ -169,6 +170,7 @@ def _analyse_classes(dataset: DetectionSet, ranking: Ranking, step: int | None) 
     """
     classes = len(dataset.class_names)
     labels_N = np.array([dataset.records[int(i)].labels_M[0] for i in ranking.index_N], np.int64)
+    # An image whose probabilities are not finite was called nothing.
     ranked_N = ranking.place_N < max(classes, BEST)
     true_K, called_K = labels_N[ranked_N], ranking.labels_NK[ranked_N, 0]
 
@@ -209,6 +211,7 @@ def classify_errors(
     Source: Bolya et al. 2020 (TIDE), arXiv:2008.08115, section 2.2, tried in the order of its
         reference implementation: localisation, class, duplicate.
     """
+    # Detections on a crowd are ignored at the end, whatever else they overlap.
     pairs = pairs.of(~truth.crowd_G[pairs.object_P])
     same_P = detections.label_F[pairs.detection_P] == truth.label_G[pairs.object_P]
     kind_F = np.full(len(match_F), int(Kind.BACKGROUND))
@@ -366,6 +369,7 @@ def _per_class(
     """
     classes = len(dataset.class_names)
     counted_G = ~truth.crowd_G
+    # A cell stands for a class in an image, so that an image counts once for each of its classes.
     cells = np.unique(truth.image_G[counted_G] * classes + truth.label_G[counted_G])
     images_C = np.bincount(cells % classes, minlength=classes) if classes else cells
     step, usual_at = best_step(counts) or 0, usual_step()
@@ -399,6 +403,7 @@ def _curves(arrays: CocoArrays, counts: Counts) -> dict[str, Any]:
     if classes > MAX_CURVES:
         chosen = np.sort(np.argsort(-counts.objects_C, kind="stable")[:_CURVES_OF_MANY])
     precision_CR = arrays.precision_TRCAM[0, :, :, 0, -1].T
+    # COCO's -1 would pull the means down; NaN is left out of them.
     precision_CR = np.where(precision_CR > -1, precision_CR, np.nan)
     measured_C = counts.objects_C > 0
     by_confidence = {
@@ -426,7 +431,7 @@ def _worst_and_best(dataset: DetectionSet, matches: Matches) -> dict[str, list[d
     Of equals those with fewer, or more, objects found come first.  Images with neither objects nor
     sure detections are in no list.
     """
-    truth, detections = matches.truth, matches.found
+    truth, detections = matches.truth, matches.detections
     images = len(truth.order_N)
 
     def per_image(image_X: np.ndarray) -> np.ndarray:
@@ -437,6 +442,7 @@ def _worst_and_best(dataset: DetectionSet, matches: Matches) -> dict[str, list[d
     wrong_N = per_image(detections.image_F[matches.confident_F & (matches.match_F == NOBODY)])
     mistakes_N = objects_N - right_N + wrong_N
     listed_N = np.flatnonzero((objects_N > 0) | (wrong_N > 0))
+    # `lexsort` takes its last key first: most mistakes, then fewest objects found.
     by_mistakes_N = listed_N[np.lexsort((right_N[listed_N], -mistakes_N[listed_N]))]
 
     def entry(place: int) -> dict[str, Any]:
@@ -449,6 +455,7 @@ def _worst_and_best(dataset: DetectionSet, matches: Matches) -> dict[str, list[d
             **_boxes(matches, place),
         }
 
+    # A small set is divided, so that no image is among the worst and among the best.
     count = len(by_mistakes_N) // 2 if len(by_mistakes_N) < 2 * _IMAGES else _IMAGES
     worst = by_mistakes_N[: max(count, min(1, len(by_mistakes_N)))]
     best = by_mistakes_N[::-1][:count]
@@ -461,7 +468,7 @@ def _boxes(matches: Matches, place: int) -> dict[str, list]:
     Returns: `true`, rows of class, x1, y1, x2, y2 and whether it was found; `predicted`, rows of
         class, score, x1, y1, x2, y2 and what the detection is, a name of `Kind` in lower case.
     """
-    truth, detections = matches.truth, matches.found
+    truth, detections = matches.truth, matches.detections
     is_found_G = np.zeros(len(truth.label_G), bool)
     is_found_G[matches.match_F[matches.confident_F & (matches.match_F >= 0)]] = True
     first, last = np.searchsorted(truth.image_G, [place, place + 1])

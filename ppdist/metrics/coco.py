@@ -279,6 +279,7 @@ def _rows_as_json(dataset: DetectionSet, rows_R7: np.ndarray) -> bytes:
         b', "bbox": [', *bbox[1:],
         b'], "score": ', scores, b"}, ",
     ]  # fmt: skip
+    # Every column becomes bytes of one width, so that numpy joins all rows at once.
     wide = [
         np.broadcast_to(np.frombuffer(column, np.uint8), (len(rows_R7), len(column)))
         if isinstance(column, bytes)

@@ -96,6 +96,7 @@ def collect_objects(dataset: DetectionSet) -> GroundTruth:
     )
     if not dataset.unreadable:
         return truth
+    # Images keep their places: detections refer to them by position.
     kept_G = ~np.isin(order_N, [*dataset.unreadable])[truth.image_G]
     names = (name for name in truth._fields if name != "order_N")
     return truth._replace(**{name: getattr(truth, name)[kept_G] for name in names})
@@ -357,6 +358,7 @@ def operating_points(counts: Counts) -> dict[str, float]:
     measured_C = counts.objects_C > 0
 
     def mean_at(step: int, values_CT: np.ndarray) -> float:
+        # Only classes with a detection have a precision; none at all counts as 0.
         mean = float(mean_of_measured(values_CT[measured_C, step]))
         return mean if np.isfinite(mean) else 0.0
 

@@ -301,6 +301,7 @@ def read_run(folder: Path, names: Collection[str] | None = None) -> Run:
                 read(run, path)
         except (OSError, ValueError, RecursionError, ConfigError) as error:
             run.problems.append(f"{name} cannot be read: {error}")
+    # A training holds the lock of its folder while it lives.
     run.running = files.is_held(folder)
     return run
 

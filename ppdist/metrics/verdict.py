@@ -103,6 +103,7 @@ def verdict(
         Finding(code, text) for code, text in (findings or {}).items() if code in _NOT_BY_EPOCHS
     ]
     level = _level(course, evaluation, fine_tuned, causes)
+    # Causes explain a failure; a model that has learned needs no excuse.
     if level.code == "learned":
         causes = []
     return [
@@ -164,6 +165,8 @@ def _level(
         after = f" after {epochs} {_plural(int(epochs), 'epochs')}" if last_epoch else ""
         advice = "train longer, or start from pretrained weights (--weights)"
         if fine_tuned:
+            # Trained weights that do not improve point at labels or learning rate, not at too few
+            # epochs.
             is_flat = len(course.records) >= FEWEST and not _gain(course)
             label_advice = "check the labels (`ppdist data show`) and try another optimizer.lr"
             advice = label_advice if is_flat else "train longer"

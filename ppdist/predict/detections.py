@@ -205,6 +205,7 @@ class Detections:
             box = ElementTree.SubElement(element, "bndbox")
             x1, y1, x2, y2 = detection.box_xyxy
             left, top = min(round(x1), width - 1), min(round(y1), height - 1)
+            # Rounding may leave a box without area: each side keeps at least one pixel.
             corners = left, top, max(left + 1, round(x2)), max(top + 1, round(y2))
             for tag, corner in zip(("xmin", "ymin", "xmax", "ymax"), corners):
                 ElementTree.SubElement(box, tag).text = str(corner)

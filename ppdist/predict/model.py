@@ -158,6 +158,7 @@ def load_export(
     if not path.exists():
         raise ExportError("no such file or folder", code="not_an_export", where=str(path))
     spec = read_spec(directory)
+    # A file in place of a folder is the one to run: without this a card would choose Paddle's.
     runnable = spec.model_copy(update={"paddle": None}) if suffix == ".onnx" else spec
     options = choose_runtime(runnable, backend, threads, precision, wanted_device)
     form, graph = open_exported(directory, spec, options)
@@ -181,6 +182,7 @@ def choose_runtime(
         backend = "paddle"
     if backend is None:
         try:
+            # The same rule as deploy/python, so that one export runs alike everywhere.
             chosen = chosen_backend(spec.model_dump(mode="json"), "auto", "cpu", precision)
         except PredictorError as error:
             raise ExportError(str(error), code="export_lacks_format") from None
@@ -230,6 +232,7 @@ def with_iou(model: LoadedModel, iou: float) -> Predict:
     spec, graph = model.spec, model.graph
     assert spec.nms is not None  # a detector's
     configured = spec.nms.iou_threshold
+    # Only outputs that are not suppressed yet can take a higher threshold.
     if configured is not None and (isinstance(graph, EagerGraph) or not model.nms_in_graph):
         nms = spec.nms.model_copy(update={"iou_threshold": iou})
         graph = EagerGraph(graph.model, nms) if isinstance(graph, EagerGraph) else graph
@@ -314,6 +317,7 @@ def _class_id(asked: str | int, spec: InferenceSpec) -> int:
         return names.index(str(asked))
     if str(asked).isdecimal() and int(asked) < len(names):
         return int(asked)
+    # Names are compared in lower case, so that a wrong case is recognised as a mistake, too.
     lower = {name.lower(): name for name in names}
     near = [lower[match] for match in difflib.get_close_matches(f"{asked}".lower(), lower, 1)]
     first_names = ", ".join(names[:_FEW_NAMES]) + (", ..." if len(names) > _FEW_NAMES else "")

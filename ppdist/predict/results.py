@@ -118,6 +118,7 @@ class Pictures:
         Args: drawn_HW3: uint8 RGB; all frames of a video have one size.
         Raises: UserError: the file system or OpenCV fails.
         """
+        # Frames come source by source, so only one video is open at a time.
         if frame.name != self._open_source:
             self.close()
         file = self._out / self._names[frame.name]

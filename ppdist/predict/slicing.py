@@ -49,6 +49,7 @@ def _predict_slices(
     predict: Predict, image_HW3: np.ndarray, size: int, overlap: float, batch: int
 ) -> np.ndarray:
     height, width = image_HW3.shape[:2]
+    # The whole image finds objects that are larger than a slice.
     (whole_R6,) = predict([image_HW3])
     if max(height, width) <= size:
         return whole_R6
@@ -62,6 +63,7 @@ def _predict_slices(
             moved_R6[:, 2:] += np.array([left, top, left, top], np.float32)
             right, bottom = left + view.shape[1], top + view.shape[0]
             x1, y1, x2, y2 = moved_R6[:, 2:].T
+            # A side of a slice on the edge of the image cuts nothing.
             cut_R = ((left > 0) & (x1 < left + _CUT)) | ((top > 0) & (y1 < top + _CUT))
             cut_R |= ((right < width) & (x2 > right - _CUT)) | (
                 (bottom < height) & (y2 > bottom - _CUT)

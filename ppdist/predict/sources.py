@@ -118,6 +118,7 @@ def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> 
     for word in words:
         with data_errors(word):
             sources += _expand_word(word, leave_out)
+    # The files of one word differ in their paths, so their names are unique already.
     if len(words) == 1:
         return sources
     taken: set[str] = set()
@@ -173,6 +174,7 @@ def _expand_word(word: Path | str | int, leave_out: Path | None) -> list[Source]
         return [Source(text, _name_of_address(text))]
     if _is_pattern(word):
         parts = Path(text).parts
+        # Brackets in the name of an existing folder are no pattern.
         plain = _magic_part(parts)
         pattern = os.path.join(*map(glob.escape, parts[:plain]), *parts[plain:])
         matches = sorted(Path(match) for match in glob.glob(pattern, recursive=True))

@@ -115,6 +115,7 @@ def _data_url(path: Path) -> Markup:
         if width * height > _MOST_PICTURE_PIXELS:
             raise ValueError(f"it has {width} x {height} pixels")
         if size > _MOST_PICTURE_BYTES:
+            # The page holds all pictures itself; large ones would make it too slow to open.
             image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
             smaller = io.BytesIO()
             image.convert("RGB").save(smaller, "JPEG", quality=85)

@@ -53,6 +53,7 @@ def training_pictures(
         sizes=sizes,
         copies_N=copies(dataset, config.sampling, None),
     )
+    # The length of an epoch depends on data.sampling, so the first sampler only computes it.
     first = epoch * sampler.steps_per_epoch
     sampler = replace(sampler, start_step=first, end_step=first + sampler.steps_per_epoch)
     loader = TrainLoader(dataset, _without_workers(config), sampler, seed=seed, epochs=epochs)

@@ -103,6 +103,7 @@ def draw_labelled(
         x1, y1, _, _ = shown_N4[index].astype(int).tolist()
         plate_width, plate_height = _plate_size(canvas, text)
         left = max(0, min(x1, width - plate_width))
+        # A label that does not fit above its box is written inside.
         top = y1 - plate_height if y1 >= plate_height else y1
         _draw_plate(canvas, (left, top), text, colours[index])
     return canvas

@@ -19,7 +19,7 @@ _FILE = "vdlgraph.model.log"  # the page looks for `vdlgraph` in names
 _VERSION = "1.0.0"
 _ROOT = "/"
 _DTYPES = {"t_f32": "float32", "t_f64": "float64", "t_i32": "int32", "t_i64": "int64"}
-_HANDED_ON = ("combine", "split")  # operations whose outputs equal their inputs
+_PASS_THROUGH = ("combine", "split")  # operations whose outputs equal their inputs
 _ENDS = {"data": "feed", "fetch": "fetch"}  # the page's names for inputs and outputs
 _DECODING = "/decode/"  # for operations outside any layer: box decoding, suppression
 
@@ -52,9 +52,10 @@ def build_graph(program: dict[str, Any]) -> dict[str, Any]:
         inputs = [
             name for value in operation.get("I", ()) for name in variables_of.get(value["%"], ())
         ]
-        if kind in _HANDED_ON:
+        if kind in _PASS_THROUGH:
             variables_of |= {value["%"]: inputs for value in outputs}
             continue
+        # Operations without inputs compute constants, which the page need not show.
         if not inputs and kind not in ("p", "data"):
             continue
         attributes = {
@@ -75,6 +76,7 @@ def build_graph(program: dict[str, Any]) -> dict[str, Any]:
             continue
         layer = attributes.pop("struct_name", {"D": _ROOT})["D"]
         if layer == _ROOT and kind not in _ENDS:
+            # Operations outside any layer are box decoding and suppression.
             layer = _DECODING
         node = _make_node(f"{layer}{kind}_{index}", _ENDS.get(kind, kind))
         node["is_leaf_node"] = True

@@ -179,6 +179,7 @@ def pr_curve(evaluation: Mapping[str, Any]) -> Figure | None:
     styles = [curves["curve_classes"][index] for index in indices]
     if len(indices) > _MOST_NAMED_CURVES:
         axes.plot(recall_R, precision_CR[measured_C].T, color="0.7", linewidth=0.6, alpha=0.7)
+        # One entry of the legend stands for all the grey lines.
         axes.plot([], [], color="0.7", label=f"{len(indices)} classes")
         styles = []
     elif max(styles, default=0) >= len(CLASS_COLOURS) * len(DASHES):  # a few of very many classes

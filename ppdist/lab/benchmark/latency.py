@@ -141,8 +141,10 @@ def measure_predictors(
     prepared = [prepare(picture, size, mode) for picture in pictures]
     timings = [_Calls(predict) for predict in predictors.values()]
     for number in range(rounds):
+        # Every round has other images, so that no single one decides.
         chosen = [(number * batch + i) % len(prepared) for i in range(batch)]
         images = np.stack([prepared[index] for index in chosen])
+        # The order alternates, so that none profits from its place in the round.
         for timed in timings if number % 2 == 0 else reversed(timings):
             timed.take(images)
     report: Report = {}

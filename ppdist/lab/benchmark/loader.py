@@ -99,6 +99,7 @@ class Loading(Timed):
             end_step=_ENDLESS,
             sizes=[size],
         )
+        # Workers are the processes that exist only after the loader has started.
         before = child_ids()
         self._loader = TrainLoader(dataset, config, sampler, seed=0, epochs=_ENDLESS)
         self._batches: Iterator[Batch] = iter(self._loader)

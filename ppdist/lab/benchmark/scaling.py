@@ -37,6 +37,7 @@ def measure_scaling(
     report: Report = {}
     for count in counts:
         rates = [reports[count]["images_per_second"] for reports in rounds_reports]
+        # Ratios within a round: both runs met the same load of the machine.
         speed_ups = [
             rate / reports[first]["images_per_second"]
             for rate, reports in zip(rates, rounds_reports)

@@ -61,6 +61,7 @@ def measure_training(config: ExperimentConfig, *, steps: int, warmup: int, scrat
         card (0 on the CPU).  In `seconds`, `communication` is the wait for the last small
         all-reduce; gradients are averaged inside `backward` on GPUs, `optimizer` on CPU.
     """
+    # Stdout is for the JSON.
     with redirect_stdout(sys.stderr):
         experiment = build_training(
             config, output_dir=scratch, evaluate=False, command=["benchmark"]
@@ -98,6 +99,7 @@ def measure_step(trainer: Trainer, batches: Iterator[Batch], number: int) -> Rep
         number: of the step; those that the run does not have are its first ones again.
     """
     schedule = trainer.schedule
+    # Learning rates exist only for the steps of the run.
     number %= schedule.total_steps
     rates = schedule.lr_scheduler.rates(number)
     clock, sent = Clock(synchronize=True), store.sent_bytes()

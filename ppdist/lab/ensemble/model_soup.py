@@ -95,6 +95,7 @@ def average_weights(
     """
     first = read_weights(model, paths[0], class_names)
     averaged = {key for key, _ in model.named_parameters()}  # Paddle counts running statistics
+    # In float64 the average of equal numbers is exactly that number.
     sums = {key: value.astype(np.float64) for key, value in first.items() if key in averaged}
     all_differing: set[str] = set()
     for path in paths[1:]:
@@ -184,6 +185,7 @@ class LastEpoch:
         augment = config.data.augment.with_epoch_scale(schedule.phase_scale)
         epochs = math.ceil(schedule.epochs * schedule.epoch_scale - 1e-9)
         per_epoch = self._sampler.steps_per_epoch
+        # The sampler counts steps over all epochs, and augmentation follows the epoch.
         self._first = (epochs - 1) * per_epoch
         self.count = min(per_epoch, math.ceil(images / batch_size))
         self.images = min(self._sampler.epoch_size, self.count * batch_size)
@@ -264,9 +266,11 @@ def _measure_statistics(
 
     Each row: index of the micro-batch, number of images, then all means and variances.
     """
+    # The layers compute the statistics; with momentum 0 they hold those of the last batch.
     momenta = [paddle_api.momentum(layer) for layer in norms]
     model.train()
     for layer in model.sublayers():
+        # Dropout would make the statistics random, and different on other numbers of ranks.
         if layer in frozen or isinstance(layer, nn.Dropout):
             layer.eval()
     rows = []

@@ -57,6 +57,7 @@ def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None
     Args: jitter, parallel: given, so not fitted.
     Raises: ConfigError: no rows, or one that measured nothing.
     """
+    # A given cost of several cards is taken off before the fit.
     seconds = [row.seconds - (parallel or 0.0) * (row.cards > 1) for row in rows]
     if not rows or min(seconds) <= 0 or min(row.batch for row in rows) < 1:
         listed = ", ".join(f"{r.cards}x{r.batch}={1000 * r.seconds:g} ms" for r in rows)
@@ -68,6 +69,7 @@ def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None
     given = {"jitter": jitter, "parallel": parallel}
     names = tuple(name for name in identifiable(rows) if given.get(name) is None)
     if "jitter" in names:
+        # Everything but the jitter is linear, so only the jitter needs a search.
         jitter = minimize_scalar(
             lambda candidate: _fit_linear(rows, seconds, names, candidate)[1],
             bounds=(0, 1), method="bounded", options={"xatol": 1e-7},
@@ -139,6 +141,7 @@ def read_benchmarks(paths: Sequence[Path]) -> Measured:
                 _add_row(measured, result, machine, int(machine["ranks"]), None)
             elif what == "scaling":
                 for count in result:
+                    # The rate is a median of several runs; the parts are those of the last run.
                     rate = float(result[count]["images_per_second"])
                     _add_row(measured, result[count]["last_round"], machine, int(count), rate)
             elif what != "loader":

@@ -138,6 +138,7 @@ def ranking(rows: Sequence[Row]) -> list[Setting]:
     for name, of_setting in trials.items():
         measured = [row for row in of_setting if row["metric"] in row["final"]]
         complete = [row for row in measured if row["state"] == "complete"]
+        # A trial that was pruned or failed counts only if no trial of the setting is complete.
         settings.append(Setting(name, of_setting, complete or measured))
 
     def order(setting: Setting) -> tuple[bool, bool, float]:

@@ -80,10 +80,13 @@ class Search:
                         retry_failed=self.retry_failed,
                     )
                     if isinstance(claim, Claim):
+                        # A continued trial was counted when it began.
                         begun += not claim.again
                         self._start(worker, claim)
                     else:
                         is_waiting = is_waiting or isinstance(claim, Waiting)
+                # The end of an orphaned training is awaited, because this process may have to
+                # continue it.
                 if not self._running and (is_stopping or not is_waiting):
                     return CLEAN_STOP if is_stopping else 0
                 time.sleep(self.poll_seconds)
@@ -140,6 +143,8 @@ class Search:
         elif running.hopeless:  # however it ended, once it was asked to
             self._finish(claim, TrialState.PRUNED, curve, running.minutes)
         elif is_stopping:
+            # A stopped trial stays open in the journal; its checkpoint lets any process continue
+            # it.
             self.store.leave(number)
             self.say(f"trial {number:03d} was stopped; run the same command to continue it")
         else:

@@ -274,6 +274,7 @@ class Store:
             return None
         if cell is None:
             lock.close()
+            # Its settings were never recorded, so nobody can continue it.
             self.study.tell(trial.number, state=TrialState.FAIL)
             return None
         folder = self.trial_folder(trial.number)

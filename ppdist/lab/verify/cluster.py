@@ -39,6 +39,7 @@ def check_ranks(config: ExperimentConfig | None) -> list[str]:
     with within(_STAGE_SECONDS, "joining the other ranks"):
         wanted = config.device if config else "auto"
         comm.init(wanted, config.distributed if config else DistributedConfig())
+    # Without an experiment there is no data to compare.
     if config is None:
         require_agreement({"versions": versions(), "code": digests_of_code()})
         require_sum()
@@ -98,6 +99,7 @@ def measure_all_reduce() -> Iterator[Report]:
         with within(_STAGE_SECONDS, f"an all-reduce of {size} bytes"):
             values = paddle.zeros([size // 4])
             work = partial(comm.all_reduce_sum, values)
+            # The first sum may include one-time work; it only decides how often to repeat.
             first = max(gather_values(time_work(work)))
             count = min(20, max(3, int(_SIZE_SECONDS / first)))  # the same on every rank
             local_seconds = median(time_work(work) for _ in range(count))

@@ -124,6 +124,7 @@ def verify_ranks(
         with redirect_stdout(sys.stderr):
             ranks = train_steps(config, steps, keep=folder)
         device.release_memory()  # the process alone needs the same card
+        # Replicas must hold the same bits, whatever one rank alone would compute.
         digests = comm.all_gather_large_object(ranks["digest"].tobytes().hex())
         differing_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         job = {
