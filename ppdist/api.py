@@ -460,6 +460,7 @@ def train(
         from ppdist.engine.recipe import TrainOptions
         from ppdist.engine.run import plan_training, run_training
 
+        # A missing path with a model is data, too: then the message is about the data.
         is_data = isinstance(source, str | Path) and (
             is_layout(source) or (model is not None and not Path(source).exists())
         )
@@ -486,6 +487,7 @@ def train(
             overrides=override_items(overrides),
             resume=Continuation(resume),
         )
+        # A new run must not write over an earlier one; a resumed one must find its own.
         free = _free_folder if resume is None else str
         folder = Path(plan.config.output_dir or free("output/run"))
         status = run_training(

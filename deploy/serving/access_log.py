@@ -54,6 +54,8 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_named)
         finally:
+            # In `finally`, so that a request whose client has left or whose handler fails is
+            # logged, too.
             if status != 200 or scope["path"] not in _PROBES:
                 line: dict[str, Any] = {
                     "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),

@@ -126,9 +126,12 @@ class Batcher:
             return []
         batch, deadline = [job], time.monotonic() + self._most_delay
         while len(batch) < self._most_images:
-            alone = len(batch) >= self._under_way()
+            # Nobody else can send an image now, so waiting would only delay the answer.
+            holds_all_requests = len(batch) >= self._under_way()
             try:
-                job = self._jobs.get(timeout=0 if alone else max(0, deadline - time.monotonic()))
+                job = self._jobs.get(
+                    timeout=0 if holds_all_requests else max(0, deadline - time.monotonic())
+                )
             except queue.Empty:
                 break
             if job is None:

@@ -134,13 +134,14 @@ class Service:
         if self.under_way >= self.limits.most_waiting:
             raise Refused(503, f"{self.under_way} requests are already in flight; retry soon")
         began = time.monotonic()
+        # Counted from here on, so that the batcher can wait for images that are still being sent.
         self.under_way += 1
         try:
             body = await self._read_body(request, began)
-            look = self._detect(_content_type(request), body, threshold)
+            detection = self._detect(_content_type(request), body, threshold)
             try:
-                left = began + self.limits.seconds - time.monotonic()
-                return await asyncio.wait_for(look, left)
+                seconds_left = began + self.limits.seconds - time.monotonic()
+                return await asyncio.wait_for(detection, seconds_left)
             except asyncio.TimeoutError as error:
                 raise Refused(504, "the answer took too long") from error
         finally:
@@ -194,6 +195,7 @@ class Service:
         self, content_type: str, body: bytes, threshold: float | None
     ) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
+        # Bounds the decoded images in memory, which are far larger than the bodies.
         async with self._decoded:
             image_HW3 = await loop.run_in_executor(
                 self._decoders, self._decode_image, content_type, body

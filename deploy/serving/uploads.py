@@ -222,6 +222,7 @@ def file_part(content_type: str, body: bytes) -> bytes:
 
     def headers_ended() -> None:
         nonlocal in_file
+        # A part with a file name holds the image; other fields are ignored.
         disposition = dict(headers).get(b"content-disposition", b"").decode("latin-1")
         in_file = b"filename" in parse_options_header(disposition)[1]
         if in_file:

@@ -157,6 +157,8 @@ def copy_config(name: str, file: Path | None) -> Path:
     parts = re.findall(r"[\w./]+\.yml", bases[1] if bases else "")
     for part in [*parts, *([experiment[1]] if experiment else [])]:
         shipped = (source.parent / part).resolve().relative_to(folder().resolve())
+        # Paths relative to the shipped folder resolve from any place; those beside the copy would
+        # not.
         text = text.replace(part, shipped.as_posix())
     text = _TRAIN_COMMAND.sub(f"ppdist train -c {shlex.quote(str(target))}", text)
     text = text.replace("$schema=../schema.json", f"$schema={folder() / 'schema.json'}")

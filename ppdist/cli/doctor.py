@@ -66,12 +66,13 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
+    # A rank that `check_together` has started, not the user's own command.
     if _REPORT in os.environ:
         return check_rank(arguments, Path(os.environ[_REPORT]))
     findings: list[Finding] = []
     report: dict[str, Any] = {}
     try:
-        report = look(arguments, findings)
+        report = run_checks(arguments, findings)
     finally:  # after Ctrl-C, too
         if arguments.json:
             rows = [finding.__dict__ for finding in findings]
@@ -82,7 +83,7 @@ def main() -> int:
     return 2 if count[FAIL] else 0
 
 
-def look(arguments: argparse.Namespace, findings: list[Finding]) -> dict[str, Any]:
+def run_checks(arguments: argparse.Namespace, findings: list[Finding]) -> dict[str, Any]:
     """Checks this machine and, if there are several processes, what they do together.
 
     Prints each finding and appends it to `findings` at once, so that an interrupted check keeps
@@ -105,13 +106,15 @@ def look(arguments: argparse.Namespace, findings: list[Finding]) -> dict[str, An
     for finding in check_host(plan, os.environ, machine):
         add(finding)
     if arguments.config:
+        # Only the first host of a run writes into output_dir.
         writes = plan is not None and plan.host == plan.hosts[0]
         for finding in check_experiment(arguments.config, arguments.override, writes):
             add(finding)
     report: dict[str, Any] = {}
-    failed = any(finding.level == FAIL for finding in findings)
-    several = plan is not None and len(plan.hosts) * plan.processes > 1
-    if several and not (failed or arguments.quick):
+    has_failed = any(finding.level == FAIL for finding in findings)
+    has_several = plan is not None and len(plan.hosts) * plan.processes > 1
+    # Processes that would fail for a known reason are not started.
+    if has_several and not (has_failed or arguments.quick):
         cluster_findings, report = check_together(arguments, options)
         for finding in cluster_findings:
             add(finding)

@@ -138,6 +138,7 @@ def members_of_model(
     fetch_on_all_ranks(weights)
     if class_note := comm.run_on_all_ranks(load):
         tell(f"{weights}: {class_note}")
+    # A view's own suppression must be stricter than the fusion; see `view_iou`.
     suppression_iou = view_iou(arguments.iou, config.suppression.iou_threshold)
     members = []
     for member in fusing.members_of_model(

@@ -79,8 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
     launcher = Launcher(
         command=[sys.executable, *script_words("launch")],
         script=script_words("train"),
+        # All trials share the cores of this machine.
         threads=max(1, int(available_cores()) // (workers * processes)),
     )
+    # A signal ends the study after a checkpoint of every trial, so it must not raise here.
     with collect_signals() as signals:
         budget = arguments.budget
 
