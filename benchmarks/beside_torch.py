@@ -112,9 +112,9 @@ def _serve(name: str, size: str, dtype: str, scratch: Path) -> None:
             if line.strip() == "ready":
                 answer: Any = files
             else:
-                began, used = time.perf_counter(), time.process_time()
+                began, cpu_began = time.perf_counter(), time.process_time()
                 step()
-                answer = [time.perf_counter() - began, time.process_time() - used]
+                answer = [time.perf_counter() - began, time.process_time() - cpu_began]
             print(json.dumps(answer), file=out, flush=True)
 
 

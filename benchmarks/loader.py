@@ -117,8 +117,10 @@ def compare_loaders(
         variants["ours_cached"] = config
     with ExitStack() as stack:
         running: dict[str, Timed] = {"plain": Straightforward(dataset, image_size, batch_size)}
-        for name, one in variants.items():
-            loading = stack.enter_context(closing(Loading(dataset, one, image_size, batch_size)))
+        for name, variant in variants.items():
+            loading = stack.enter_context(
+                closing(Loading(dataset, variant, image_size, batch_size))
+            )
             loading.read_epoch()  # fills the cache, and runs all code once
             running[name] = loading
         if config.workers and importlib.util.find_spec("torch"):

@@ -50,18 +50,18 @@ def make(size: Size, folder: Path) -> Path:
     """Writes a COCO file and empty images beside it, and returns the file."""
     rng = np.random.default_rng(0)
     file = folder / "train.json"
-    names = [f"{at // _IN_A_FOLDER:04d}/{at:012d}.jpg" for at in range(size.images)]
-    for at, name in enumerate(names):
-        if at % _IN_A_FOLDER == 0:
+    names = [f"{index // _IN_A_FOLDER:04d}/{index:012d}.jpg" for index in range(size.images)]
+    for index, name in enumerate(names):
+        if index % _IN_A_FOLDER == 0:
             (folder / "images" / name).parent.mkdir(parents=True)
         (folder / "images" / name).touch()
     with open(file, "w", encoding="ascii") as output:
         output.write('{"info": {"description": "made by benchmarks/scale.py"}, "images": [')
         width, height = _SIDES
-        for at, name in enumerate(names):
-            entry = {"id": at + 1, "file_name": name, "width": width, "height": height}
+        for index, name in enumerate(names):
+            entry = {"id": index + 1, "file_name": name, "width": width, "height": height}
             entry |= {"license": 3, "coco_url": f"http://images.example.org/{name}"}
-            output.write(", " * (at > 0) + json.dumps(entry))
+            output.write(", " * (index > 0) + json.dumps(entry))
         output.write('], "annotations": [')
         owners_O = np.sort(rng.integers(1, size.images + 1, size.boxes))
         for first in range(0, size.boxes, _AT_ONCE):

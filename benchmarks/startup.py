@@ -64,14 +64,14 @@ def _start(launcher: Sequence[str], options: Sequence[str], count: int, folder: 
         command = [*launcher, "--nproc_per_node", str(count), "--log_dir", str(folder / "log")]
     command += [__file__, str(file), f"{time.time()}", *options]
     command += ["-o", f"output_dir={folder / 'run'}"]
-    before = os.times()
+    times_before = os.times()
     done = subprocess.run(command, stdout=sys.stderr, check=False)
-    after = os.times()
+    times_after = os.times()
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode} of {' '.join(command)}")
     report: Report = json.loads(file.read_bytes())
-    used = sum(after[2:4]) - sum(before[2:4])  # CPU seconds of children
-    return report | {"cpu_seconds": used}
+    cpu_seconds = sum(times_after[2:4]) - sum(times_before[2:4])  # CPU seconds of children
+    return report | {"cpu_seconds": cpu_seconds}
 
 
 def _typical(starts: Sequence[Report]) -> Report:

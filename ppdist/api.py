@@ -555,14 +555,16 @@ def export(
     require_paddle()
     file = _weights_file(weights)
     resolved = config_for(file, config)
-    chosen = parse_plain({**options, "formats": list(formats)}, "export()", (), ExportOptions)
+    export_options = parse_plain(
+        {**options, "formats": list(formats)}, "export()", (), ExportOptions
+    )
     from ppdist.distributed import device
     from ppdist.engine.build import build_model
     from ppdist.export.run import export_weights
 
     with device.on_cpu():  # files are the same, and checked without a card's TF32
         model = build_model(resolved)
-        return export_weights(resolved, model, file, Path(out), chosen, _warn).directory
+        return export_weights(resolved, model, file, Path(out), export_options, _warn).directory
 
 
 # --- configurations -------------------------------------------------------------------------------

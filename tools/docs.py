@@ -254,12 +254,12 @@ def _find_in_file(path: str, tree: ast.Module, kinds: Mapping[str, str]) -> Iter
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
         if name not in kinds:
             continue
-        given = {keyword.arg: keyword.value for keyword in node.keywords}
-        what = _text(node.args[0]) if node.args else ""
-        where = _text(given["where"]) if "where" in given else ""
-        what = f"{where}: {what}" if where.strip("… :") else what
-        fix = _text(given["fix"]) if "fix" in given else ""
-        yield Site(path, node.lineno, kinds[name], _codes(given.get("code")), what, fix)
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+        message = _text(node.args[0]) if node.args else ""
+        where = _text(keywords["where"]) if "where" in keywords else ""
+        message = f"{where}: {message}" if where.strip("… :") else message
+        fix = _text(keywords["fix"]) if "fix" in keywords else ""
+        yield Site(path, node.lineno, kinds[name], _codes(keywords.get("code")), message, fix)
 
 
 def _codes(value: ast.expr | None) -> tuple[str, ...]:
@@ -310,17 +310,17 @@ def commands_text() -> str:
 
 
 def _read_help(command: str, *words: str) -> str:
-    shown, argv, columns = io.StringIO(), sys.argv, os.environ.get("COLUMNS")
+    output, argv, columns = io.StringIO(), sys.argv, os.environ.get("COLUMNS")
     sys.argv, os.environ["COLUMNS"] = [f"ppdist {command}", *words, "--help"], "100"
     try:
-        with redirect_stdout(shown), suppress(SystemExit):
+        with redirect_stdout(output), suppress(SystemExit):
             load_main(command)()
     finally:
         sys.argv = argv
         del os.environ["COLUMNS"]
         if columns is not None:
             os.environ["COLUMNS"] = columns
-    return shown.getvalue()
+    return output.getvalue()
 
 
 def _block(text: str, language: str = "text") -> str:
@@ -576,7 +576,9 @@ def _pattern(names: Sequence[str]) -> str:
 
 def _common_start(texts: Sequence[str]) -> str:
     pairs = zip(min(texts), max(texts), strict=False)
-    return "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return "".join(
+        first_letter for first_letter, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)
+    )
 
 
 def batch_text() -> str:

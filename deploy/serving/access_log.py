@@ -33,8 +33,11 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        name, trace = given.get(b"x-request-id", ""), given.get(b"traceparent", "")
+        request_headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        name, trace = (
+            request_headers.get(b"x-request-id", ""),
+            request_headers.get(b"traceparent", ""),
+        )
         response_headers = {"x-request-id": name if _NAME.fullmatch(name) else uuid.uuid4().hex}
         if _TRACE.fullmatch(trace):
             response_headers["traceparent"] = trace

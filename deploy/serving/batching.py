@@ -142,10 +142,10 @@ class Batcher:
 
     def _answer(self, model: Model, batch: list[_Job]) -> bool:
         """Answers a batch; returns False if the batch is the end."""
-        wanted = [job for job in batch if job.answer.set_running_or_notify_cancel()]
-        while wanted:
-            size = next(size for size in self.sizes if size <= len(wanted))
-            part, wanted = wanted[:size], wanted[size:]
+        waiting_jobs = [job for job in batch if job.answer.set_running_or_notify_cancel()]
+        while waiting_jobs:
+            size = next(size for size in self.sizes if size <= len(waiting_jobs))
+            part, waiting_jobs = waiting_jobs[:size], waiting_jobs[size:]
             self._busy_since = started = time.monotonic()
             results = self._predict(model, part)
             self._busy_since = None

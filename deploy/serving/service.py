@@ -59,22 +59,22 @@ class Counts:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         # Arguments that all metrics share.
-        given: dict[str, Any] = {"registry": self.registry, "namespace": "ppdist_serving"}
+        shared: dict[str, Any] = {"registry": self.registry, "namespace": "ppdist_serving"}
         self.seconds = Histogram(
             "request_seconds",
             "Of a request to /detect, from its headers to its answer, by the answer's status.",
             ["status"],
             buckets=_BUCKETS,
-            **given,
+            **shared,
         )
-        self.under_way = Gauge("requests_under_way", "Requests not answered yet.", **given)
-        self.waiting = Gauge("images_waiting", "Decoded images in no batch yet.", **given)
-        self.model = Info("model", "Name of the model, and the SHA-256 of its file.", **given)
-        self.ready = Gauge("ready", "1: the model is warm and answers.", **given)
+        self.under_way = Gauge("requests_under_way", "Requests not answered yet.", **shared)
+        self.waiting = Gauge("images_waiting", "Decoded images in no batch yet.", **shared)
+        self.model = Info("model", "Name of the model, and the SHA-256 of its file.", **shared)
+        self.ready = Gauge("ready", "1: the model is warm and answers.", **shared)
         self.images = Histogram(
-            "batch_images", "Images in a batch.", buckets=(1, 2, 4, 8, 16, 32, 64), **given
+            "batch_images", "Images in a batch.", buckets=(1, 2, 4, 8, 16, 32, 64), **shared
         )
-        self.batch_seconds = Histogram("batch_seconds", "The model's time for a batch.", **given)
+        self.batch_seconds = Histogram("batch_seconds", "The model's time for a batch.", **shared)
 
     def batch(self, images: int, seconds: float) -> None:
         self.images.observe(images)

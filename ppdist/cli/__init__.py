@@ -96,7 +96,7 @@ def main() -> NoReturn:
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
         print("usage: ppdist COMMAND ...   (COMMAND --help says more)\n")
-        print(*(f"  {name:10} {what}" for name, what in COMMANDS.items()), sep="\n")
+        print(*(f"  {name:10} {purpose}" for name, purpose in COMMANDS.items()), sep="\n")
         print("\n  --version  of ppdist, Paddle and Python")
         sys.exit(0 if words else 2)
     if words[0] == "--version":
@@ -152,16 +152,21 @@ class Parser(argparse.ArgumentParser):
             spelling for word in words.split() for spelling in (word, word.partition("=")[0])
         }
         self._answer(words_and_options if unrecognized else options - own_options)
-        wrong = [word for word in words.split() if word[:2] == "--"]
-        meant = {word.lstrip("-"): word for word in own_options if word[:2] == "--"}
-        mistyped = wrong[0].partition("=")[0].lstrip("-") if wrong else ""
-        near = [meant[spelling] for spelling in difflib.get_close_matches(mistyped, meant, 1, 0.5)]
-        message += f"; did you mean {near[0]}?" if near else ""
-        shown = [line for line in (self.description or "").splitlines() if self._is_example(line)]
-        if not shown:
+        unknown_options = [word for word in words.split() if word[:2] == "--"]
+        option_of_word = {word.lstrip("-"): word for word in own_options if word[:2] == "--"}
+        mistyped = unknown_options[0].partition("=")[0].lstrip("-") if unknown_options else ""
+        similar_options = [
+            option_of_word[spelling]
+            for spelling in difflib.get_close_matches(mistyped, option_of_word, 1, 0.5)
+        ]
+        message += f"; did you mean {similar_options[0]}?" if similar_options else ""
+        examples = [
+            line for line in (self.description or "").splitlines() if self._is_example(line)
+        ]
+        if not examples:
             super().error(message)
         process.say("\n".join([
-            f"{self.prog}: error: {message}", *(f"  {line}" for line in shown),
+            f"{self.prog}: error: {message}", *(f"  {line}" for line in examples),
             f"`{self.prog} --help` lists all options",
         ]))  # fmt: skip
         sys.exit(2)
@@ -246,8 +251,8 @@ def add_data(
     parser.add_argument("data", nargs="?", metavar="DATA", help="a data.yaml or a folder")
     add_config(parser, required=False, config=config)
     if recipe is not None:
-        what = f"with DATA: the recipe that reads it ({recipe})"
-        parser.add_argument("--model", metavar="NAME", help=what)
+        help_text = f"with DATA: the recipe that reads it ({recipe})"
+        parser.add_argument("--model", metavar="NAME", help=help_text)
         parser.set_defaults(recipe=recipe)
 
 
@@ -352,10 +357,10 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     from rich.markup import escape
     from rich.table import Column, Table
 
-    drawn = Table(*(Column(title, overflow="fold") for title in header))
+    table = Table(*(Column(title, overflow="fold") for title in header))
     for row in rows:
-        drawn.add_row(*map(escape, row))
-    Console(width=None if sys.stdout.isatty() else 120).print(drawn)
+        table.add_row(*map(escape, row))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def default_folder(weights: Path, name: str) -> Path:

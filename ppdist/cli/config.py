@@ -69,13 +69,15 @@ def listing() -> str:
     short_name_of = {name: short_name for short_name, name in short_names().items()}
     for name, path in recipes().items():
         if name not in short_name_of:
-            first, *rest = textwrap.wrap(
+            first_line, *more_lines = textwrap.wrap(
                 first_sentence(path), 49, max_lines=2, placeholder=" ...", break_on_hyphens=False
             )
             other_configs.append(
                 "".join(
                     f"{word:31}{line}\n"
-                    for word, line in zip((name, *[""] * len(rest)), (first, *rest))
+                    for word, line in zip(
+                        (name, *[""] * len(more_lines)), (first_line, *more_lines)
+                    )
                 )
             )
             continue

@@ -86,14 +86,18 @@ def parse() -> argparse.Namespace:
         add_data(command)
     synthetic = commands.add_parser("synthetic", help="make textured shapes with known boxes")
     synthetic.add_argument("--out", type=Path, required=True, metavar="DIR", help="data.root to be")
-    for name, minimum, default, what in (
+    for name, minimum, default, meaning in (
         ("--train", 1, 160, "training images"),
         ("--val", 1, 80, "validation images"),
         ("--size", 64, 256, "side in pixels"),
         ("--seed", 0, 0, "of everything"),
     ):
         synthetic.add_argument(
-            name, type=at_least(minimum), default=default, metavar="N", help=f"{what} ({default})"
+            name,
+            type=at_least(minimum),
+            default=default,
+            metavar="N",
+            help=f"{meaning} ({default})",
         )
     return parser.parse_args()
 
@@ -279,8 +283,10 @@ def stats(arguments: argparse.Namespace) -> int:
     for finding in findings_of(config, sets["train"], sets["val"]):
         print(f"warning: {finding.text}")
     overviews = zip(*(overview(counts) for counts in report.values()))
-    print_table(["", *sets], [[what, train, val] for (what, train), (_, val) in overviews])
-    columns = [f"{what}, {split}" for split in sets for what in ("objects", "images")[not boxes :]]
+    print_table(["", *sets], [[quantity, train, val] for (quantity, train), (_, val) in overviews])
+    columns = [
+        f"{quantity}, {split}" for split in sets for quantity in ("objects", "images")[not boxes :]
+    ]
     print_table(["id", "class", *columns], class_rows([*report.values()], _MOST_CLASSES))
     if arguments.json:
         write_json(arguments.json, report, indent=1)
@@ -342,8 +348,8 @@ def show(arguments: argparse.Namespace) -> int:
             count=arguments.count,
         )
     write_whole(arguments.out, png(grid(pictures)))
-    when = "evaluation" if arguments.eval else f"epoch {arguments.epoch} (of 0 to {epochs - 1})"
-    print(f"wrote {len(pictures)} samples of {split}, as in {when}, to {arguments.out}")
+    source = "evaluation" if arguments.eval else f"epoch {arguments.epoch} (of 0 to {epochs - 1})"
+    print(f"wrote {len(pictures)} samples of {split}, as in {source}, to {arguments.out}")
     return 0
 
 
@@ -362,26 +368,27 @@ def split(arguments: argparse.Namespace) -> int:
 
     if arguments.folds:
         shares = {f"fold{fold + 1}": 1 / arguments.folds for fold in range(arguments.folds)}
-        wanted = folds_of(arguments.folds)
+        parts_of_list = folds_of(arguments.folds)
     else:
         shares = shares_of(arguments.parts)
-        wanted = {name: {part} for part, name in enumerate(shares)}
+        parts_of_list = {name: {part} for part, name in enumerate(shares)}
     config = load(arguments).data.model_copy(update={"val_fraction": None})  # all of it
     dataset = read_split(config, "train", whole=True)
     group_N = groups_of_one_content([record.path for record in dataset.records])
     classes = [record.labels_M[~record.crowd_M] for record in dataset.records]
     part_N = divide(classes, group_N, [*shares.values()], arguments.seed)
-    files = write_parts(config, dataset, part_N, wanted, arguments.out)
+    files = write_parts(config, dataset, part_N, parts_of_list, arguments.out)
     print(f"{dataset.source}: images of each class")
-    named = [f"{name} ({part:.4g})" for name, part in shares.items()]
-    print_table(["class", "all", *named], rows_of_parts(dataset, part_N, len(shares)))
+    part_titles = [f"{name} ({part:.4g})" for name, part in shares.items()]
+    print_table(["class", "all", *part_titles], rows_of_parts(dataset, part_N, len(shares)))
     copies = len(group_N) - len(set(group_N.tolist()))
     if copies:
         print(f"{copies} images are duplicates; each stays in the same part as its original")
     for file in files:
         print(f"wrote {file}")
     print(
-        f"to train and evaluate with them:\n{settings(config, dataset, files, [*wanted])}", end=""
+        f"to train and evaluate with them:\n{settings(config, dataset, files, [*parts_of_list])}",
+        end="",
     )
     absent = absent_classes(dataset, part_N, [*shares])
     if absent:
@@ -416,8 +423,8 @@ def anchors(arguments: argparse.Namespace) -> int:
     )
     print(f"train: {dataset.source}: {fit.boxes} boxes in inputs of {size[0]} x {size[1]} pixels")
     rows = [
-        [what, f"{present:.4f}", f"{fitted:.4f}"]
-        for what, present, fitted in (
+        [quantity, f"{present:.4f}", f"{fitted:.4f}"]
+        for quantity, present, fitted in (
             ("best possible recall", fit.recall_before, fit.recall_after),
             ("ratio to the best anchor", fit.fitness_before, fit.fitness_after),
         )

@@ -119,8 +119,8 @@ CONVERSIONS: dict[tuple[str, ...], tuple[str, str]] = {
 def formats_of(arguments: argparse.Namespace) -> "list[Format]":
     from ppdist.export.export import FORMATS
 
-    wanted = [word.strip() for word in arguments.format.split(",")]
-    unknown = [word for word in wanted if word not in FORMATS]
+    names_given = [word.strip() for word in arguments.format.split(",")]
+    unknown = [word for word in names_given if word not in FORMATS]
     conversion = next(
         (conversion for names, conversion in CONVERSIONS.items() if {*unknown} & {*names}), None
     )
@@ -138,7 +138,7 @@ def formats_of(arguments: argparse.Namespace) -> "list[Format]":
             code="option_invalid",
             where="--format",
         )
-    if arguments.int8 and not {"onnx", "openvino"} & {*wanted}:
+    if arguments.int8 and not {"onnx", "openvino"} & {*names_given}:
         raise errors.ConfigError(
             "--int8 needs the ONNX model", code="option_missing", fix="add --format onnx"
         )
@@ -149,7 +149,7 @@ def formats_of(arguments: argparse.Namespace) -> "list[Format]":
                 code="option_missing",
                 fix="add --int8, or leave both out",
             )
-    return [name for name in FORMATS if name in wanted]
+    return [name for name in FORMATS if name in names_given]
 
 
 def tell(report: "ExportReport") -> None:
@@ -164,8 +164,8 @@ def tell(report: "ExportReport") -> None:
     for name, section in sections.items():
         if section is None:
             continue
-        what = "probabilities" if spec.task == "classify" else "scores"
-        line = f"{name}: {what} within {section.max_score_error:.1e}"
+        score_kind = "probabilities" if spec.task == "classify" else "scores"
+        line = f"{name}: {score_kind} within {section.max_score_error:.1e}"
         if section.max_box_error is not None:
             line += f", boxes within {section.max_box_error:.1e} px"
         if section.sample is not None:

@@ -145,8 +145,8 @@ def main() -> int:
             yield from frames_of(source, complain)
 
     # A batch of a camera would show its first frame only when the last has come.
-    live = any(source.is_live for source in sources)
-    frame_predictions = predictions(predict, frames(), 1 if live else arguments.batch)
+    is_live = any(source.is_live for source in sources)
+    frame_predictions = predictions(predict, frames(), 1 if is_live else arguments.batch)
     results: Results
     if spec.task == "classify":
         results = Classes(arguments.out, spec, picture_writer)
@@ -160,7 +160,7 @@ def main() -> int:
             if summary:
                 print(process.printable(f"{name}: {summary}"), flush=True)
     except KeyboardInterrupt:
-        stopped = not live  # a camera has no other end
+        stopped = not is_live  # a camera has no other end
         if stopped and not results.images:
             raise
         forget_interrupt()  # and write what was found so far
@@ -229,15 +229,15 @@ def with_options(model: "LoadedModel", arguments: argparse.Namespace) -> "Predic
 
 
 def formats_of(arguments: argparse.Namespace) -> Sequence[str]:
-    wanted = [word.strip() for word in arguments.format.split(",")]
-    for word in wanted:
+    formats = [word.strip() for word in arguments.format.split(",")]
+    for word in formats:
         if word not in FORMATS:
             raise errors.ConfigError(
                 f"{word!r}: expected one of {', '.join(FORMATS)}",
                 code="option_invalid",
                 where="--format",
             )
-    return wanted
+    return formats
 
 
 def require_valid_options(arguments: argparse.Namespace) -> None:
@@ -279,7 +279,7 @@ def refuse_box_options(arguments: argparse.Namespace, formats: Sequence[str]) ->
 
     Raises: ConfigError: one of them was given.
     """
-    asked = {
+    is_given_by_option = {
         "--threshold": arguments.threshold is not None,
         "--classes": arguments.classes is not None,
         "--iou": arguments.iou is not None,
@@ -287,7 +287,7 @@ def refuse_box_options(arguments: argparse.Namespace, formats: Sequence[str]) ->
         "--track": arguments.track,
         f"--format {arguments.format}": bool({*formats} - {"coco"}),
     }
-    for option, is_given in asked.items():
+    for option, is_given in is_given_by_option.items():
         if is_given:
             raise errors.ConfigError(
                 f"{option} only applies to detectors",

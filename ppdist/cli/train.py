@@ -132,10 +132,12 @@ def _check_source(arguments: argparse.Namespace) -> None:
     """
     word = arguments.resume
     if word and word != "auto" and not (arguments.data or arguments.config):  # a run to continue
-        given = [name for name in _DATA_OPTIONS if name != "epochs" and getattr(arguments, name)]
-        if given:
+        given_options = [
+            name for name in _DATA_OPTIONS if name != "epochs" and getattr(arguments, name)
+        ]
+        if given_options:
             raise ConfigError(
-                f"{_join_options(given)} needs DATA; it does not work with --resume RUN",
+                f"{_join_options(given_options)} needs DATA; it does not work with --resume RUN",
                 code="options_conflict",
                 where=f"train --resume {arguments.resume}",
                 fix="leave it out: a resumed run keeps its own settings",
@@ -149,16 +151,16 @@ def _check_source(arguments: argparse.Namespace) -> None:
             where=f"train {arguments.data}",
             fix="name a recipe: --model ppyoloe_plus_s, --model yolov5n, ... (ppdist config list)",
         )
-    given = [name for name in _DATA_OPTIONS if getattr(arguments, name) is not None]
-    if arguments.config and given:
+    given_options = [name for name in _DATA_OPTIONS if getattr(arguments, name) is not None]
+    if arguments.config and given_options:
         raise ConfigError(
-            f"{_join_options(given)} needs DATA; it does not work with -c",
+            f"{_join_options(given_options)} needs DATA; it does not work with -c",
             code="options_conflict",
             where=f"train -c {arguments.config}",
             fix="instead: "
             + "; ".join(
                 _DATA_OPTIONS[name].format(_as_key_value(getattr(arguments, name)))
-                for name in given
+                for name in given_options
             ),
         )
     if arguments.image_size and len(arguments.image_size) > 2:

@@ -385,17 +385,19 @@ def require_int8(runtime: str, section: ModelFileSection | None, max_loss: float
     sample = section.sample
     if sample is not None:
         loses_too_much = sample.mAP_eager - sample.mAP > max_loss
-        what = (
+        loss_text = (
             f"mAP is {sample.mAP:.4f} on {sample.images} validation images, eager "
             f"{sample.mAP_eager:.4f}; it may lose {max_loss:g}"
         )
     else:
         allowed = max(max_loss, INT8_SCORE)
         loses_too_much = section.max_score_error > allowed
-        what = f"scores are off by up to {section.max_score_error:.2f}, and may be by {allowed:g}"
+        loss_text = (
+            f"scores are off by up to {section.max_score_error:.2f}, and may be by {allowed:g}"
+        )
     if loses_too_much:
         raise ExportError(
-            f"in {runtime} {what}",
+            f"in {runtime} {loss_text}",
             code="int8_loses",
             where=section.files[0],
             fix="nothing was kept: leave out --int8, give more --calibration images, or allow more "
@@ -452,8 +454,8 @@ def _add_sections(
             files=_FILES[name],
             nms_in_graph=is_suppressed,
             outputs=tuple(
-                OutputSection(name=name, shape=shape, meaning=f"{what}: {meaning}")
-                for name, (what, shape, meaning) in zip(difference.output_names, outputs)
+                OutputSection(name=name, shape=shape, meaning=f"{content}: {meaning}")
+                for name, (content, shape, meaning) in zip(difference.output_names, outputs)
             ),
             max_score_error=difference.score,
             max_box_error=difference.box,
@@ -861,7 +863,7 @@ INT8_SCORE = 0.3
 
 @dataclass(frozen=True)
 class Sample:
-    """Images with ground-truth boxes, and the model's accuracy on them before export."""
+    """A sample of images with ground-truth boxes, and the model's accuracy on it before export."""
 
     dataset: DetectionSet
     mAP: float

@@ -191,8 +191,8 @@ def compare_raw(
     for backend, difference in differences.items():
         if difference.score <= SCORE_TOLERANCE and (difference.box or 0.0) <= BOX_TOLERANCE:
             continue
-        what = "probabilities" if difference.box is None else "scores"
-        description = f"{what} by up to {difference.score:.3g} (allowed {SCORE_TOLERANCE:g})"
+        score_kind = "probabilities" if difference.box is None else "scores"
+        description = f"{score_kind} by up to {difference.score:.3g} (allowed {SCORE_TOLERANCE:g})"
         if difference.box is not None:
             description += f", boxes by up to {difference.box:.3g} px (allowed {BOX_TOLERANCE:g})"
         raise ExportError(
@@ -471,7 +471,7 @@ def _is_at_threshold(
     return tied_R
 
 
-def _iou(one_R6: np.ndarray, other_S6: np.ndarray) -> np.ndarray:
+def _iou(rows_R6: np.ndarray, rows_S6: np.ndarray) -> np.ndarray:
     """Computes the pairwise IoU of rows [R, S]; -1 where the classes differ."""
-    same = one_R6[:, None, 0] == other_S6[None, :, 0]
-    return np.where(same, box_iou(one_R6[:, 2:], other_S6[:, 2:]), -1.0)
+    same = rows_R6[:, None, 0] == rows_S6[None, :, 0]
+    return np.where(same, box_iou(rows_R6[:, 2:], rows_S6[:, 2:]), -1.0)

@@ -174,14 +174,10 @@ def _analyse_classes(dataset: DetectionSet, ranking: Ranking, step: int | None) 
     ranked_N = ranking.place_N < max(classes, BEST)
     true_K, called_K = labels_N[ranked_N], ranking.labels_NK[ranked_N, 0]
 
-    def share_by_class(chosen_X: np.ndarray, of_X: np.ndarray) -> list[float | None]:
+    def share_by_class(part_X: np.ndarray, whole_X: np.ndarray) -> list[float | None]:
         """Returns the chosen share of `of_X` by class; None: the class has none."""
-        chosen_C, total_C = (
-            np.bincount(label_X, minlength=classes) for label_X in (chosen_X, of_X)
-        )
-        return [
-            float(chosen / total) if total else None for chosen, total in zip(chosen_C, total_C)
-        ]
+        part_C, whole_C = (np.bincount(label_X, minlength=classes) for label_X in (part_X, whole_X))
+        return [float(part / whole) if whole else None for part, whole in zip(part_C, whole_C)]
 
     columns = {
         "name": dataset.class_names,
@@ -218,13 +214,13 @@ def classify_errors(
     about_F = np.full(len(match_F), NOBODY)
     same_class_F, same_object_F, same_iou_F = most_overlapped(pairs.of(same_P), pairs.iou_P[same_P])
     other_F, other_object_F, other_iou_F = most_overlapped(pairs.of(~same_P), pairs.iou_P[~same_P])
-    for kind, chosen_F, detection_F, object_F in (  # the last type that fits stays
+    for kind, is_kind_F, detection_F, object_F in (  # the last type that fits stays
         (Kind.DUPLICATE, same_iou_F >= IOU, same_class_F, same_object_F),
         (Kind.CLASS, other_iou_F >= IOU, other_F, other_object_F),
         (Kind.LOCALISATION, same_iou_F < IOU, same_class_F, same_object_F),
     ):
-        kind_F[detection_F[chosen_F]] = kind
-        about_F[detection_F[chosen_F]] = object_F[chosen_F]
+        kind_F[detection_F[is_kind_F]] = kind
+        about_F[detection_F[is_kind_F]] = object_F[is_kind_F]
     right_F = match_F >= 0
     kind_F[right_F], about_F[right_F] = Kind.CORRECT, match_F[right_F]
     kind_F[match_F == CROWD], about_F[match_F == CROWD] = Kind.IGNORED, NOBODY
@@ -233,9 +229,9 @@ def classify_errors(
 
 def find_missed(truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray) -> np.ndarray:
     """Finds the objects that no detection is about; bool [G]."""
-    seen_G = truth.crowd_G.copy()
-    seen_G[about_F[about_F >= 0]] = True
-    return ~seen_G
+    is_seen_G = truth.crowd_G.copy()
+    is_seen_G[about_F[about_F >= 0]] = True
+    return ~is_seen_G
 
 
 def count_kinds(
@@ -399,9 +395,9 @@ def _curves(arrays: CocoArrays, counts: Counts) -> dict[str, Any]:
     `curve_classes` says which rows there are.  The means are over all classes that have objects.
     """
     classes = len(counts.objects_C)
-    chosen = np.arange(classes)
+    class_indices = np.arange(classes)
     if classes > MAX_CURVES:
-        chosen = np.sort(np.argsort(-counts.objects_C, kind="stable")[:_CURVES_OF_MANY])
+        class_indices = np.sort(np.argsort(-counts.objects_C, kind="stable")[:_CURVES_OF_MANY])
     precision_CR = arrays.precision_TRCAM[0, :, :, 0, -1].T
     # COCO's -1 would pull the means down; NaN is left out of them.
     precision_CR = np.where(precision_CR > -1, precision_CR, np.nan)
@@ -412,15 +408,15 @@ def _curves(arrays: CocoArrays, counts: Counts) -> dict[str, Any]:
         "f1": counts.f1_CT[:, ::_EVERY],
     }
     return {
-        "curve_classes": chosen,
+        "curve_classes": class_indices,
         "confidence_T": CONFIDENCE_T[::_EVERY],
-        **{f"{name}_CT": values[chosen] for name, values in by_confidence.items()},
+        **{f"{name}_CT": values[class_indices] for name, values in by_confidence.items()},
         **{
             f"mean_{name}_T": mean_of_measured(values[measured_C])
             for name, values in by_confidence.items()
         },
         "recall_R": RECALL_R,
-        "precision_CR": precision_CR[chosen],
+        "precision_CR": precision_CR[class_indices],
         "mean_precision_R": mean_of_measured(precision_CR[measured_C]),
     }
 
@@ -551,18 +547,18 @@ def class_table(evaluation: Mapping[str, Any], max_classes: int | None = None) -
     metrics, rows = evaluation["metrics"], evaluation["per_class"]
     keys = [key for key in _NARROW if any(key in row for row in rows)]
     score = "AP" if "AP" in keys else "top1"
-    shown = [row for row in rows if row.get(score) is not None] if max_classes else rows
-    left_out = len(rows) - len(shown)
-    if max_classes and len(shown) > max_classes:
-        left_out += len(shown) - max_classes
-        shown = sorted(shown, key=lambda row: row[score])[:max_classes]
+    shown_rows = [row for row in rows if row.get(score) is not None] if max_classes else rows
+    left_out = len(rows) - len(shown_rows)
+    if max_classes and len(shown_rows) > max_classes:
+        left_out += len(shown_rows) - max_classes
+        shown_rows = sorted(shown_rows, key=lambda row: row[score])[:max_classes]
     means = {key: metrics.get(name) for key, name in _NARROW.items()} | {
         "objects": sum(row.get("objects") or 0 for row in rows),
         "images": evaluation["images"],
     }
     lines = [
         (row["name"], [_format_cell(row.get(key), 3) for key in keys])
-        for row in ({"name": "all", **means}, *shown)
+        for row in ({"name": "all", **means}, *shown_rows)
     ]
     text = _table("class", lines, [CLASS_HEADINGS[key] for key in keys])
     if left_out:

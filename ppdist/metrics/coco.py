@@ -257,7 +257,7 @@ _LARGEST = 1e12  # pixels; larger ones, of a diverged model, count as not finite
 
 
 def _parts(rows_RK: np.ndarray) -> Iterator[np.ndarray]:
-    return (rows_RK[at : at + _ROWS] for at in range(0, len(rows_RK), _ROWS))
+    return (rows_RK[start : start + _ROWS] for start in range(0, len(rows_RK), _ROWS))
 
 
 def _rows_as_json(dataset: DetectionSet, rows_R7: np.ndarray) -> bytes:
@@ -292,8 +292,8 @@ def _rows_as_json(dataset: DetectionSet, rows_R7: np.ndarray) -> bytes:
 
 def _look_up(value_of: Callable[[int], int], places_R: np.ndarray) -> np.ndarray:
     """Returns the numbers that belong to these places, as bytes [R]."""
-    used, at_R = np.unique(places_R.astype(np.int64), return_inverse=True)
-    return np.array([b"%d" % value_of(place) for place in used.tolist()])[at_R]
+    unique_places, index_R = np.unique(places_R.astype(np.int64), return_inverse=True)
+    return np.array([b"%d" % value_of(place) for place in unique_places.tolist()])[index_R]
 
 
 def _decimal(values_R: np.ndarray, places: int) -> tuple[np.ndarray, ...]:
@@ -303,13 +303,13 @@ def _decimal(values_R: np.ndarray, places: int) -> tuple[np.ndarray, ...]:
     """
     units = 10**places
     rounded_R = np.rint(np.abs(values_R) * units).astype(np.int64)
-    whole_R, rest_R = np.divmod(rounded_R, units)
-    used, at_R = np.unique(whole_R, return_inverse=True)
+    whole_R, fraction_R = np.divmod(rounded_R, units)
+    unique_parts, index_R = np.unique(whole_R, return_inverse=True)
     signs = np.array([b"", b"-"])
     return (
         signs[np.signbit(values_R).astype(np.int64)],
-        used.astype("S")[at_R],
-        _fractions(places)[rest_R],
+        unique_parts.astype("S")[index_R],
+        _fractions(places)[fraction_R],
     )
 
 

@@ -48,7 +48,7 @@ def over_fitting(pairs: Sequence[tuple[float, float]]) -> OverFitting | None:
     size = max(FEWEST, len(pairs) // _SHARE)
     if len(pairs) <= size:
         return None
-    windows = [pairs[at : at + size] for at in range(len(pairs) - size + 1)]
+    windows = [pairs[start : start + size] for start in range(len(pairs) - size + 1)]
     train_S = [median(train for train, _ in window) for window in windows]
     val_S = [median(val for _, val in window) for window in windows]
     lowest = val_S.index(min(val_S))

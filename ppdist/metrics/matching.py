@@ -58,9 +58,9 @@ class Detections(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Overlapping detections and objects of one image.
+    """The overlapping pairs of a detection and an object of one image.
 
-    They overlap by NEAR or more, and may be of any classes.
+    A pair overlaps by NEAR or more; the classes may differ.
 
     detection_P, object_P: int64 positions in `Detections` and `GroundTruth`, rising.  iou_P:
     float64 intersection over union.  overlap_P: the same, but for a crowd the part of the detection
@@ -72,8 +72,8 @@ class Pairs(NamedTuple):
     iou_P: np.ndarray
     overlap_P: np.ndarray
 
-    def of(self, chosen_P: np.ndarray) -> "Pairs":
-        return Pairs(*(values[chosen_P] for values in self))
+    def of(self, is_chosen_P: np.ndarray) -> "Pairs":
+        return Pairs(*(values[is_chosen_P] for values in self))
 
 
 def collect_objects(dataset: DetectionSet) -> GroundTruth:
@@ -212,16 +212,16 @@ def match_as_coco(
     )
     pairs = pairs.of(order_P)
     match_F = np.full(len(detections.score_F), NOBODY)
-    taken_G = np.zeros(len(truth.label_G), bool)
+    is_taken_G = np.zeros(len(truth.label_G), bool)
     for turn_P in _turns(detections, pairs.detection_P):
-        free_P = turn_P[~taken_G[pairs.object_P[turn_P]]]
+        free_P = turn_P[~is_taken_G[pairs.object_P[turn_P]]]
         detection_P = pairs.detection_P[free_P]
         last_P = np.append(detection_P[1:] != detection_P[:-1], True)[: len(detection_P)]
         chosen_P = free_P[last_P]
         object_P = pairs.object_P[chosen_P]
         crowd_P = truth.crowd_G[object_P]
         match_F[pairs.detection_P[chosen_P]] = np.where(crowd_P, CROWD, object_P)
-        taken_G[object_P[~crowd_P]] = True
+        is_taken_G[object_P[~crowd_P]] = True
     return match_F
 
 
@@ -230,9 +230,9 @@ def _turns(detections: Detections, detection_P: np.ndarray) -> Iterator[np.ndarr
 
     In one turn each class of each image has one detection, so no two want the same object.
     """
-    chosen_F = np.unique(detection_P)
+    paired_F = np.unique(detection_P)
     turn_F = np.zeros(len(detections.score_F), np.int64)
-    turn_F[chosen_F] = _rank_within(detections.image_F[chosen_F], detections.label_F[chosen_F])
+    turn_F[paired_F] = _rank_within(detections.image_F[paired_F], detections.label_F[paired_F])
     order_P = np.argsort(turn_F[detection_P], kind="stable")
     ends = np.cumsum(np.bincount(turn_F[detection_P]))
     yield from np.split(order_P, ends[:-1]) if len(detection_P) else ()
@@ -314,8 +314,8 @@ def count_by_confidence(
         match_F: result of `match_as_coco`.
     """
     steps = len(CONFIDENCE_T)
-    reached_F = np.searchsorted(CONFIDENCE_T, detections.score_F, side="right") - 1
-    place_F = detections.label_F * steps + reached_F.clip(0)
+    step_F = np.searchsorted(CONFIDENCE_T, detections.score_F, side="right") - 1
+    place_F = detections.label_F * steps + step_F.clip(0)
 
     def count_reaching(chosen_F: np.ndarray) -> np.ndarray:
         counts = np.bincount(place_F[chosen_F], minlength=classes * steps)

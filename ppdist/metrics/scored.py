@@ -31,13 +31,13 @@ def left_out_line(evaluation: Mapping[str, Any]) -> str:
     left_out = evaluation.get("left_out") or []
     if not left_out:
         return ""
-    named = [f"{image['file']}: {image['why']}" for image in left_out[:_NAMED]]
+    reasons = [f"{image['file']}: {image['why']}" for image in left_out[:_NAMED]]
     if len(left_out) > _NAMED:
-        named.append(f"and {len(left_out) - _NAMED} more")
+        reasons.append(f"and {len(left_out) - _NAMED} more")
     verb = "is" if len(left_out) == 1 else "are"
     return (
         f"{len(left_out)} of {evaluation['images'] + len(left_out)} images could not be read and "
-        f"{verb} left out of the score: {'; '.join(named)}"
+        f"{verb} left out of the score: {'; '.join(reasons)}"
     )
 
 

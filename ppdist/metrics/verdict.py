@@ -59,11 +59,11 @@ class _Course(NamedTuple):
         """
         if self.best_record in self.records:
             return self.records.index(self.best_record)
-        return max(range(len(self.records)), key=lambda at: self.values[at])
+        return max(range(len(self.records)), key=lambda index: self.values[index])
 
-    def epoch(self, at: int) -> str:
+    def epoch(self, index: int) -> str:
         """Returns `epoch 12`; "": it is not recorded."""
-        epoch = self.records[at].get("epoch")
+        epoch = self.records[index].get("epoch")
         return f"epoch {math.ceil(epoch - 1e-6)}" if _is_number(epoch) else ""
 
 
@@ -225,7 +225,7 @@ def _final_after_fall(values: Sequence[float]) -> float | None:
     """Returns the score at the end, if it has fallen."""
     if len(values) < FEWEST:
         return None
-    smooth = [median(values[at : at + _SMOOTH]) for at in range(len(values) - _SMOOTH + 1)]
+    smooth = [median(values[start : start + _SMOOTH]) for start in range(len(values) - _SMOOTH + 1)]
     tolerance = max(_FALL, _FALL_OF_BEST * max(smooth))
     return smooth[-1] if max(smooth) - smooth[-1] > tolerance else None
 
@@ -271,14 +271,14 @@ def _weak_classes(course: _Course, evaluation: Mapping[str, Any]) -> Iterator[Fi
     weak = sorted((row for row in rows if row[key] < _WEAK * mean), key=lambda row: row[key])
     if not weak:
         return
-    named = ", ".join(
+    class_texts = ", ".join(
         f"{row.get('name')} ({key} {row[key]:.2f}, {row.get(count)} "
         f"{_plural(row.get(count), count)})"
         for row in weak[:_MOST_WEAK]
     )
     remainder = f" and {len(weak) - _MOST_WEAK} more" if len(weak) > _MOST_WEAK else ""
     heading = "a weak class" if len(weak) == 1 else "weak classes"
-    yield Finding("weak_classes", f"{heading}: {named}{remainder}; the mean is {mean:.2f}")
+    yield Finding("weak_classes", f"{heading}: {class_texts}{remainder}; the mean is {mean:.2f}")
 
 
 def _plural(count: object, noun: str) -> str:

@@ -97,9 +97,9 @@ class Detections:
         return summarize_names(self.names[label] for label in self.class_ids.tolist())
 
     def __repr__(self) -> str:
-        where = f" {self.source}" if self.source else ""
-        at = "" if self.frame is None else f" frame {self.frame}"
-        return f"<Detections{where}{at}: {self}>"
+        source_text = f" {self.source}" if self.source else ""
+        frame_text = "" if self.frame is None else f" frame {self.frame}"
+        return f"<Detections{source_text}{frame_text}: {self}>"
 
     def plot(self) -> np.ndarray:
         """Returns the image with its boxes drawn, uint8 RGB; a small one is enlarged."""
@@ -126,11 +126,11 @@ class Detections:
 
             display(self)
             return
-        drawn = Image.fromarray(self.plot())
-        if _has_desktop() and ImageShow.show(drawn):
+        picture = Image.fromarray(self.plot())
+        if _has_desktop() and ImageShow.show(picture):
             return
         with tempfile.NamedTemporaryFile(prefix="ppdist-", suffix=".png", delete=False) as file:
-            drawn.save(file, "PNG")
+            picture.save(file, "PNG")
         print(f"{self}: {file.name}")
 
     def _repr_png_(self) -> bytes:

@@ -183,10 +183,10 @@ def choose_runtime(
     if backend is None:
         try:
             # The same rule as deploy/python, so that one export runs alike everywhere.
-            chosen = chosen_backend(spec.model_dump(mode="json"), "auto", "cpu", precision)
+            backend_name = chosen_backend(spec.model_dump(mode="json"), "auto", "cpu", precision)
         except PredictorError as error:
             raise ExportError(str(error), code="export_lacks_format") from None
-        backend = cast(Backend, chosen)
+        backend = cast(Backend, backend_name)
     backends_of = {
         "float32": get_args(Backend),
         "bfloat16": ("openvino",),
@@ -310,23 +310,25 @@ def wanted(
     return Wanted(threshold, whence, frozenset(_class_id(name, spec) for name in names))
 
 
-def _class_id(asked: str | int, spec: InferenceSpec) -> int:
+def _class_id(requested: str | int, spec: InferenceSpec) -> int:
     """Finds the number of the class of this name or number."""
     names = spec.class_names
-    if asked in names:
-        return names.index(str(asked))
-    if str(asked).isdecimal() and int(asked) < len(names):
-        return int(asked)
+    if requested in names:
+        return names.index(str(requested))
+    if str(requested).isdecimal() and int(requested) < len(names):
+        return int(requested)
     # Names are compared in lower case, so that a wrong case is recognised as a mistake, too.
     lower = {name.lower(): name for name in names}
-    near = [lower[match] for match in difflib.get_close_matches(f"{asked}".lower(), lower, 1)]
+    similar = [
+        lower[match] for match in difflib.get_close_matches(f"{requested}".lower(), lower, 1)
+    ]
     first_names = ", ".join(names[:_FEW_NAMES]) + (", ..." if len(names) > _FEW_NAMES else "")
     raise ConfigError(
-        f"the model has no class {asked!r}",
+        f"the model has no class {requested!r}",
         code="class_unknown",
         where="classes",
-        fix=f"did you mean {near[0]}?"
-        if near
+        fix=f"did you mean {similar[0]}?"
+        if similar
         else f"it has classes 0 to {len(names) - 1}: {first_names}",
     )
 

@@ -112,10 +112,10 @@ class Pictures:
         """Returns True if a picture of this frame is to be written."""
         return frame.name in self._names
 
-    def write(self, frame: Frame, drawn_HW3: np.ndarray) -> None:
+    def write(self, frame: Frame, picture_HW3: np.ndarray) -> None:
         """Writes one picture, or the next frame of a video.
 
-        Args: drawn_HW3: uint8 RGB; all frames of a video have one size.
+        Args: picture_HW3: uint8 RGB; all frames of a video have one size.
         Raises: UserError: the file system or OpenCV fails.
         """
         # Frames come source by source, so only one video is open at a time.
@@ -123,20 +123,20 @@ class Pictures:
             self.close()
         file = self._out / self._names[frame.name]
         if frame.index is None:
-            write_picture(file, drawn_HW3)
+            write_picture(file, picture_HW3)
             return
         if self._video is None:
             with writing(file):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.unlink(missing_ok=True)  # OpenCV would write through a link
             self._open_source, codec = frame.name, cv2.VideoWriter.fourcc(*"mp4v")
-            size = (drawn_HW3.shape[1], drawn_HW3.shape[0])
+            size = (picture_HW3.shape[1], picture_HW3.shape[0])
             self._video = cv2.VideoWriter(video_path(file), codec, frame.rate, size)
             if not self._video.isOpened():
                 raise DataError(
                     "this OpenCV cannot write videos", code="video_unwritable", where=str(file)
                 )
-        self._video.write(cv2.cvtColor(drawn_HW3, cv2.COLOR_RGB2BGR))
+        self._video.write(cv2.cvtColor(picture_HW3, cv2.COLOR_RGB2BGR))
 
     def close(self) -> None:
         """Closes the open video."""
@@ -150,15 +150,15 @@ def picture_names(names: Sequence[str], videos: Iterable[str] = ()) -> list[str]
 
     Args: videos: those of `names` that are videos, whatever their suffix.
     """
-    taken, videos = set(names), set(videos)
+    used_names, videos = set(names), set(videos)
     result = []
     for name in names:
         picture = name
         if (is_video(name) or name in videos) and not name.endswith(".mp4"):
             picture = str(Path(name).with_suffix(".mp4"))
-            while picture in taken:
+            while picture in used_names:
                 name = picture = f"{name}.mp4"
-            taken.add(picture)
+            used_names.add(picture)
         result.append(picture)
     return result
 
@@ -350,8 +350,8 @@ class Classes(Results):
         labels_K, scores_K = ranking.labels_NK[0], ranking.scores_NK[0]
         image["best"] = best_classes(labels_K, scores_K, names)
         if self.pictures.wants(frame):
-            drawn = draw_classes(frame.image_HW3, labels_K, names, scores_K)
-            self.pictures.write(frame, drawn)
+            picture = draw_classes(frame.image_HW3, labels_K, names, scores_K)
+            self.pictures.write(frame, picture)
         return image
 
     def summary(self, images: Sequence[dict[str, Any]]) -> str:

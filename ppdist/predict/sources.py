@@ -121,14 +121,14 @@ def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> 
     # The files of one word differ in their paths, so their names are unique already.
     if len(words) == 1:
         return sources
-    taken: set[str] = set()
-    unique_sources, seen = [], set()
+    used_names: set[str] = set()
+    unique_sources, seen_places = [], set()
     for source in sources:
         key = source.place.resolve() if isinstance(source.place, Path) else source.place
-        if key in seen:  # a folder, and a file in it
+        if key in seen_places:  # a folder, and a file in it
             continue
-        seen.add(key)
-        unique_sources.append(Source(source.place, _unique_name(source.name, taken)))
+        seen_places.add(key)
+        unique_sources.append(Source(source.place, _unique_name(source.name, used_names)))
     return unique_sources
 
 
@@ -151,8 +151,8 @@ def data_errors(word: Path | str | int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what, where = error.strerror or str(error), str(error.filename or word)
-        raise DataError(what, code="folder_unreadable", where=where) from error
+        message, where = error.strerror or str(error), str(error.filename or word)
+        raise DataError(message, code="folder_unreadable", where=where) from error
 
 
 def _magic_part(parts: Sequence[str]) -> int:
@@ -248,14 +248,14 @@ def _name_of_address(text: str) -> str:
     return name if Path(name).suffix.lower() in KNOWN_SUFFIXES or is_video(text) else f"{name}.jpg"
 
 
-def _unique_name(name: str, taken: set[str]) -> str:
+def _unique_name(name: str, used_names: set[str]) -> str:
     """Returns a name that no other source has: `a.jpg`, `a_2.jpg`, ..."""
-    path, chosen, number = Path(name), name, 1
-    while chosen in taken:
+    path, candidate, number = Path(name), name, 1
+    while candidate in used_names:
         number += 1
-        chosen = str(path.with_name(f"{path.stem}_{number}{path.suffix}"))
-    taken.add(chosen)
-    return chosen
+        candidate = str(path.with_name(f"{path.stem}_{number}{path.suffix}"))
+    used_names.add(candidate)
+    return candidate
 
 
 # --- sources to frames ----------------------------------------------------------------------------

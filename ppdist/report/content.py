@@ -295,8 +295,8 @@ def slow_ranks(run: Run) -> str:
     )
     if not slow:
         return "All ranks take the same time for their own work of a micro-batch, within 10 %."
-    named = ", ".join(f"rank {rank} {ratio:.2f}x" for ratio, rank in slow[:_MOST_RANKS])
-    return f"Own work of a micro-batch, against the median rank: {named}."
+    rank_texts = ", ".join(f"rank {rank} {ratio:.2f}x" for ratio, rank in slow[:_MOST_RANKS])
+    return f"Own work of a micro-batch, against the median rank: {rank_texts}."
 
 
 def _list_events(run: Run) -> Iterator[str]:

@@ -227,10 +227,10 @@ def mosaic(
     Returns: uint8 RGB; None: no image is readable.
     """
     tiles = [_draw_tile(entry, class_names, folders) for entry in entries[:_MOST_EXAMPLES]]
-    shown = [tile for tile in tiles if tile is not None]
-    if not shown:
+    shown_tiles = [tile for tile in tiles if tile is not None]
+    if not shown_tiles:
         return None
-    picture = grid(shown, across=min(_ACROSS, len(shown)))
+    picture = grid(shown_tiles, across=min(_ACROSS, len(shown_tiles)))
     return caption(picture, "green: found; red: missed; blue: wrong, with its score")
 
 
@@ -251,14 +251,14 @@ def _draw_tile(
     )
     # The surest come first; an untrained model has hundreds, which would hide the image.
     wrong = [row for row in entry.get("predicted") or () if row[-1] != "correct"]
-    drawn = [
+    labelled_boxes = [
         (box_4, readable(str(class_names[label]), label), _FOUND if was_found else _MISSED)
         for label, *box_4, was_found in entry.get("true") or ()
     ] + [
         (box_4, f"{readable(str(class_names[label]), label)} {score:.2f}", _WRONG)
         for label, score, *box_4, _ in wrong[:_MOST_WRONG]
     ]
-    boxes, texts, colours = zip(*drawn) if drawn else ((), (), ())
+    boxes, texts, colours = zip(*labelled_boxes) if labelled_boxes else ((), (), ())
     boxes_N4 = scale * np.array(boxes).reshape(-1, 4)
     image_HW3 = draw_labelled(image_HW3, boxes_N4, texts, colours)
     room = max(0, _TILE_WIDTH - size[0])  # widens a narrow image, for the text below it
@@ -372,14 +372,14 @@ def results(run: Run, title: str) -> Figure | None:
 
 
 def _curve(
-    axes: Axes, at_R: np.ndarray, value_R: np.ndarray, label: str, colour: str = COLOURS[0]
+    axes: Axes, x_R: np.ndarray, y_R: np.ndarray, label: str, colour: str = COLOURS[0]
 ) -> None:
     """Draws a curve; a long one is faint below its running mean."""
-    if len(value_R) <= _FEW:
-        axes.plot(at_R, value_R, color=colour, marker=".", markersize=3, label=label)
+    if len(y_R) <= _FEW:
+        axes.plot(x_R, y_R, color=colour, marker=".", markersize=3, label=label)
         return
-    axes.plot(at_R, value_R, color=colour, alpha=0.3, linewidth=0.8)
-    axes.plot(at_R, _smooth(value_R, len(value_R) // _FEW + 2), color=colour, label=label)
+    axes.plot(x_R, y_R, color=colour, alpha=0.3, linewidth=0.8)
+    axes.plot(x_R, _smooth(y_R, len(y_R) // _FEW + 2), color=colour, label=label)
 
 
 def _smooth(value_R: np.ndarray, reach: int) -> np.ndarray:
@@ -432,21 +432,21 @@ def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
         counts_SS = np.array(matrix, np.int64)
         rows, columns = np.nonzero(counts_SS)
         cells = np.stack([rows, columns, counts_SS[rows, columns]], axis=1)
-    drawn_S, note = _drawn_classes(cells, size)
-    if not len(drawn_S):
+    label_S, note = _drawn_classes(cells, size)
+    if not len(label_S):
         return None
     place_S = np.full(size, -1)
-    place_S[drawn_S] = np.arange(len(drawn_S))
+    place_S[label_S] = np.arange(len(label_S))
     places = place_S[cells[:, :2]]
     inside = (places >= 0).all(1)
-    counts = np.zeros((len(drawn_S), len(drawn_S)))
+    counts = np.zeros((len(label_S), len(label_S)))
     counts[tuple(places[inside].T)] = cells[inside, 2]
     class_names = [*evaluation["class_names"]]
     names = [
         drawable(class_names[label], label, _ROW_NAME_LETTERS)
         if label < len(class_names)
         else _BACKGROUND
-        for label in drawn_S.tolist()  # of a classifier there is no background
+        for label in label_S.tolist()  # of a classifier there is no background
     ]
     beside = len(names) <= _BESIDE
     side = float(np.clip(0.205 * len(names), 3.2, 18)) + 2.4
@@ -459,7 +459,7 @@ def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
     for label, row in enumerate(evaluation.get("per_class") or ()):
         true_S[label] = row.get("objects") or true_S[label]
     _draw_matrix(
-        shares, 100 * counts / np.maximum(true_S[drawn_S], 1)[:, None], names, Normalize(0, 100)
+        shares, 100 * counts / np.maximum(true_S[label_S], 1)[:, None], names, Normalize(0, 100)
     )
     _draw_matrix(absolute, counts, names, PowerNorm(0.4, 0, max(1.0, counts.max())))
     of_boxes = _BACKGROUND in names[-1:]
@@ -483,8 +483,8 @@ def _drawn_classes(cells_K3: np.ndarray, size: int) -> tuple[np.ndarray, str]:
     wrong_S = np.bincount(true_K, wrong_K, size) + np.bincount(called_K, wrong_K, size)
     order_S = np.lexsort((-wrong_S, ~present_S))[: _MOST_NAMED_ROWS + 1]
     drawn_S = np.sort(order_S[present_S[order_S]])
-    what = "most confused" if present_S.sum() > len(drawn_S) else "with objects or detections"
-    return drawn_S, f"; {len(drawn_S)} of {size} rows: those {what}"
+    choice = "most confused" if present_S.sum() > len(drawn_S) else "with objects or detections"
+    return drawn_S, f"; {len(drawn_S)} of {size} rows: those {choice}"
 
 
 def _draw_matrix(axes: Axes, value: np.ndarray, names: Sequence[str], norm: Normalize) -> None:
@@ -541,18 +541,18 @@ def _draw_classes(splits: Mapping[str, Objects], class_names: Sequence[str], box
     """Draws objects (with boxes) and images of each class, the most common on top."""
     counts = {name: per_class(objects, len(class_names)) for name, objects in splits.items()}
     order_C = np.argsort(-next(iter(counts.values()))[0], kind="stable")
-    shown = len(class_names) <= _MOST_COUNT_BARS
+    fits_bars = len(class_names) <= _MOST_COUNT_BARS
     titles = {0: "objects of each class", 1: "images that show it"}
     if not boxes:
         titles = {1: "images of each class"}
-    height = 1.5 + (0.32 * len(class_names) if shown else 5)
+    height = 1.5 + (0.32 * len(class_names) if fits_bars else 5)
     figure = Figure(figsize=(1 + 6 * len(titles), max(3.0, height)), layout="constrained")
-    columns = figure.subplots(1, len(titles), sharey=shown, squeeze=False)[0]
+    columns = figure.subplots(1, len(titles), sharey=fits_bars, squeeze=False)[0]
     thick = 0.8 / len(splits)
-    for axes, (what, title) in zip(columns, titles.items()):
-        series = {name: count[what][order_C] for name, count in counts.items()}
+    for axes, (quantity, title) in zip(columns, titles.items()):
+        series = {name: count[quantity][order_C] for name, count in counts.items()}
         for position, (colour, (name, count_C)) in enumerate(zip(COLOURS, series.items())):
-            if shown:
+            if fits_bars:
                 offset = (position - (len(series) - 1) / 2) * thick
                 places_C = np.arange(len(count_C)) + offset
                 bars = axes.barh(places_C, count_C, thick, color=colour, label=name)
@@ -560,9 +560,9 @@ def _draw_classes(splits: Mapping[str, Objects], class_names: Sequence[str], box
             else:  # too many for bars
                 axes.plot(count_C, ".", color=colour, label=name, markersize=3)
                 axes.set_xlabel("classes, sorted by frequency")
-        _scale_count_axis(axes.xaxis if shown else axes.yaxis, series)
+        _scale_count_axis(axes.xaxis if fits_bars else axes.yaxis, series)
         axes.set_title(title)
-    if shown:
+    if fits_bars:
         names = [drawable(class_names[label], label) for label in order_C]
         columns[0].set_yticks(range(len(order_C)), names)
         columns[0].set_ylim(len(order_C) - 0.5, -0.5)

@@ -142,8 +142,8 @@ def measure_predictors(
     timings = [_Calls(predict) for predict in predictors.values()]
     for number in range(rounds):
         # Every round has other images, so that no single one decides.
-        chosen = [(number * batch + i) % len(prepared) for i in range(batch)]
-        images = np.stack([prepared[index] for index in chosen])
+        image_indices = [(number * batch + i) % len(prepared) for i in range(batch)]
+        images = np.stack([prepared[index] for index in image_indices])
         # The order alternates, so that none profits from its place in the round.
         for timed in timings if number % 2 == 0 else reversed(timings):
             timed.take(images)

@@ -69,8 +69,8 @@ def measure_training(config: ExperimentConfig, *, steps: int, warmup: int, scrat
         experiment.log.close()
     trainer = experiment.trainer
     batches = _endless(trainer.batch_source)
-    made = [measure_step(trainer, next(batches), number) for number in range(warmup + steps)]
-    rows = made[warmup:]
+    all_rows = [measure_step(trainer, next(batches), number) for number in range(warmup + steps)]
+    rows = all_rows[warmup:]
     images, wall = fmean(row["images"] for row in rows), fmean(row["wall"] for row in rows)
     sent = [row["sent"] for row in rows if row["sent"] is not None]
     return {
@@ -78,12 +78,12 @@ def measure_training(config: ExperimentConfig, *, steps: int, warmup: int, scrat
         "step_seconds": wall,
         "cpu_seconds_per_step": fmean(row["cpu"] for row in rows),
         "seconds": {part: fmean(row["parts"].get(part, 0.0) for row in rows) for part in PARTS},
-        "first_step_seconds": made[0]["wall"],
+        "first_step_seconds": all_rows[0]["wall"],
         "images_per_step": images,
         "sent_bytes_per_step": round(fmean(sent)) if sent else None,
         "steps": steps,
-        "losses": [row["loss"] for row in made],
-        "skipped_steps": sum(not row["applied"] for row in made),
+        "losses": [row["loss"] for row in all_rows],
+        "skipped_steps": sum(not row["applied"] for row in all_rows),
         "peak_allocated_bytes": device.peak_allocated_bytes(),
         "peak_reserved_bytes": device.peak_reserved_bytes(),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -106,7 +106,7 @@ def measure_step(trainer: Trainer, batches: Iterator[Batch], number: int) -> Rep
     wall, cpu = time.perf_counter(), time.process_time()
     result = trainer.train_step(batches, number, rates, clock)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    after = store.sent_bytes()
+    sent_after = store.sent_bytes()
     return {
         "wall": wall,
         "cpu": cpu,
@@ -114,7 +114,7 @@ def measure_step(trainer: Trainer, batches: Iterator[Batch], number: int) -> Rep
         "loss": result.losses["loss"],
         "applied": result.applied,
         "images": result.images,
-        "sent": None if sent is None or after is None else after - sent,
+        "sent": None if sent is None or sent_after is None else sent_after - sent,
     }
 
 
@@ -124,14 +124,14 @@ def _endless(batch_source: TrainData) -> Iterator[Iterator[Batch]]:
         yield from batch_source.steps(0, None)
 
 
-def require_detector(config: ExperimentConfig, what: str) -> None:
+def require_detector(config: ExperimentConfig, purpose: str) -> None:
     """Refuses a classifier.
 
     Raises: ConfigError: the model is one.
     """
     if config.model.task == "classify":
         raise ConfigError(
-            f"{config.model.name} is a classifier, but {what} measures detectors only; "
+            f"{config.model.name} is a classifier, but {purpose} measures detectors only; "
             "classifiers support train and loader",
             code="needs_detector",
             where="model.name",

@@ -109,9 +109,9 @@ def make_member(
         return {key: metrics[key] for key in ("mAP", "mAP50")}
 
     scores = comm.run_on_main(score)
-    mine_R = rows_R7[:, 0].astype(np.int64) % comm.world_size() == comm.rank()
-    mine_R &= np.isfinite(rows_R7).all(1)  # a model that diverged has boxes that are not finite
-    return Member(name, rows_R7[mine_R], len(rows_R7), scores)
+    is_local_R = rows_R7[:, 0].astype(np.int64) % comm.world_size() == comm.rank()
+    is_local_R &= np.isfinite(rows_R7).all(1)  # a model that diverged has boxes that are not finite
+    return Member(name, rows_R7[is_local_R], len(rows_R7), scores)
 
 
 def members_of_model(

@@ -69,9 +69,9 @@ def require_different(paths: Sequence[Path]) -> None:
             code="weights_too_few",
             where="--weights",
         )
-    seen: dict[Path, Path] = {}
+    first_path_of: dict[Path, Path] = {}
     for path in paths:
-        earlier = seen.setdefault(checkpoint_of(path).resolve(), path)
+        earlier = first_path_of.setdefault(checkpoint_of(path).resolve(), path)
         if earlier is not path:
             raise ConfigError(
                 f"{path} is the same as {earlier}",

@@ -18,7 +18,7 @@ from ppdist.lab.planner.model import Link, slowest_of
 
 @dataclass(frozen=True)
 class Row:
-    """One measured step, on one host."""
+    """A measured step on one host."""
 
     cards: int
     batch: int  # images of a card
@@ -60,14 +60,14 @@ def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None
     # A given cost of several cards is taken off before the fit.
     seconds = [row.seconds - (parallel or 0.0) * (row.cards > 1) for row in rows]
     if not rows or min(seconds) <= 0 or min(row.batch for row in rows) < 1:
-        listed = ", ".join(f"{r.cards}x{r.batch}={1000 * r.seconds:g} ms" for r in rows)
+        row_texts = ", ".join(f"{r.cards}x{r.batch}={1000 * r.seconds:g} ms" for r in rows)
         raise ConfigError(
             "the step cannot be fitted: expected rows of cards, batch per card and seconds "
-            f"above the fixed cost of several cards, found {listed or 'none'}",
+            f"above the fixed cost of several cards, found {row_texts or 'none'}",
             code="rows_do_not_fit",
         )
-    given = {"jitter": jitter, "parallel": parallel}
-    names = tuple(name for name in identifiable(rows) if given.get(name) is None)
+    given_parameters = {"jitter": jitter, "parallel": parallel}
+    names = tuple(name for name in identifiable(rows) if given_parameters.get(name) is None)
     if "jitter" in names:
         # Everything but the jitter is linear, so only the jitter needs a search.
         jitter = minimize_scalar(
@@ -136,16 +136,16 @@ def read_benchmarks(paths: Sequence[Path]) -> Measured:
         report = _read(path)
         try:
             result, machine = report["result"], report["machine"]
-            what = report["what"]
-            if what == "train":
+            kind = report["what"]
+            if kind == "train":
                 _add_row(measured, result, machine, int(machine["ranks"]), None)
-            elif what == "scaling":
+            elif kind == "scaling":
                 for count in result:
                     # The rate is a median of several runs; the parts are those of the last run.
                     rate = float(result[count]["images_per_second"])
                     _add_row(measured, result[count]["last_round"], machine, int(count), rate)
-            elif what != "loader":
-                raise ValueError(what)
+            elif kind != "loader":
+                raise ValueError(kind)
             else:
                 measured.card_input = float(result["images_per_second"]) / int(machine["ranks"])
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

@@ -67,7 +67,7 @@ def all_reduce_seconds(size: float, cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class Job:
-    """One training: measured on one card, predicted on N."""
+    """A training, measured on one card and predicted on N."""
 
     fixed_seconds: float  # t0 of a step on one card, however few its images
     image_seconds: float  # t1
@@ -157,7 +157,7 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Speed and hours of one job on one cluster."""
+    """The speed and hours of one job on one cluster."""
 
     cluster: Cluster
     total_batch: int

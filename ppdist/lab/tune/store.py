@@ -224,10 +224,10 @@ class Store:
         if not number and any((self.folder / "trials").glob("*")):
             raise self._damaged(journal, "it is missing or empty")
 
-    def _damaged(self, journal: Path, what: str) -> ConfigError:
+    def _damaged(self, journal: Path, description: str) -> ConfigError:
         return ConfigError(
-            f"{what}, as in a power failure, and later lines depend on it; kept are the runs in "
-            f"{self.folder / 'trials'} and, of trials that ended, trials.jsonl",
+            f"{description}, as in a power failure, and later lines depend on it; kept are the runs "
+            f"in {self.folder / 'trials'} and, of trials that ended, trials.jsonl",
             code="study_damaged",
             where=f"{journal}",
             fix=f"`ppdist tune show {shlex.quote(str(self.folder))}` ranks those that ended; begin "
@@ -288,14 +288,16 @@ class Store:
         """Begins a new trial; the caller holds the lock of the study."""
         # A trial that fails in this process is not released: it would be retried forever.
         freed = self._failed_before if retry_failed else frozenset()
-        counted = [trial for trial in trials if trial.number not in freed]
-        if self.config.trials is not None and len(counted) >= self.config.trials:
+        counted_trials = [trial for trial in trials if trial.number not in freed]
+        if self.config.trials is not None and len(counted_trials) >= self.config.trials:
             return None
         number = len(trials)
         if self.config.sampler == "grid":
-            cells = (self.cell_of(trial) for trial in counted)
-            taken = {cell.key() for cell in cells if cell is not None}
-            cell = next((trial for trial in grid(self.config) if trial.key() not in taken), None)
+            cells = (self.cell_of(trial) for trial in counted_trials)
+            used_keys = {cell.key() for cell in cells if cell is not None}
+            cell = next(
+                (trial for trial in grid(self.config) if trial.key() not in used_keys), None
+            )
             if cell is None:
                 return None
             coded = {

@@ -37,8 +37,8 @@ def check_ranks(config: ExperimentConfig | None) -> list[str]:
     Raises: UserError, on every rank: they differ, cannot sum, or the data are wrong.
     """
     with within(_STAGE_SECONDS, "joining the other ranks"):
-        wanted = config.device if config else "auto"
-        comm.init(wanted, config.distributed if config else DistributedConfig())
+        wanted_device = config.device if config else "auto"
+        comm.init(wanted_device, config.distributed if config else DistributedConfig())
     # Without an experiment there is no data to compare.
     if config is None:
         require_agreement({"versions": versions(), "code": digests_of_code()})

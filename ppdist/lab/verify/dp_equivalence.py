@@ -113,7 +113,7 @@ def verify_ranks(
     require_comparable(config)
     world = comm.world_size()
     micro_batches = config.train.micro_batches(world)
-    alone = [  # one rank then trains as many would
+    overrides_alone = [  # one rank then trains as many would
         f"train.total_batch={micro_batches.total_batch}",
         f"train.batch_size_per_card={micro_batches.images}",
         *("train.accumulate_steps=1", "distributed.shares=null"),
@@ -135,7 +135,7 @@ def verify_ranks(
         def compare_alone() -> Report:
             np.savez(folder / "ranks.npz", **ranks)  # type: ignore[arg-type]
             (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-            run_alone([*command, "-o", *alone, "--alone", f"{folder}"])
+            run_alone([*command, "-o", *overrides_alone, "--alone", f"{folder}"])
             return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
         report = comm.run_on_main(compare_alone)
@@ -429,8 +429,8 @@ def _worst(
 
     Args: limit_S: a step where more is allowed proves nothing.
     """
-    at = int(np.argmax(off_S / allowed_S))
-    row = float(off_S[at]), at + 1, float(rounding_S[at]), float(allowed_S[at])
+    index = int(np.argmax(off_S / allowed_S))
+    row = float(off_S[index]), index + 1, float(rounding_S[index]), float(allowed_S[index])
     return Measurement(name, *row, int((allowed_S <= limit_S).sum()))
 
 

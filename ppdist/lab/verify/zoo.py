@@ -50,16 +50,16 @@ class Row:
     licence: str = ""
 
 
-def verify_zoo(given: Sequence[str], overrides: Sequence[str]) -> Iterator[Row]:
+def verify_zoo(sources: Sequence[str], overrides: Sequence[str]) -> Iterator[Row]:
     """Evaluates published weights, one row after the other.  Collective.
 
     A file that cannot be evaluated costs the others nothing.
 
     Args:
-        given: names of the zoo, files of published names, folders of such.
+        sources: names of the zoo, files of published names, folders of such.
         overrides: items of -o, after those of the protocol: where the data are.
     """
-    for weights in _expand_folders(given):
+    for weights in _expand_folders(sources):
         entry = published_weights(weights)
         if entry is None:
             yield Row("", weights, NOT_RUN, "not the name of a published file")
@@ -154,9 +154,9 @@ def listing() -> str:
     lines = [f"{'name':30} {'params M':>8}  {'licence':10} {'published':20} here"]
     for entry in zoo().values():
         parameters, figure = number_or_dash(entry.parameters), published_figure(entry)
-        here = "yes" if is_here(entry) else "no"
+        availability = "yes" if is_here(entry) else "no"
         lines.append(
-            f"{entry.name:30} {parameters:>8}  {entry.source.licence:10} {figure:20} {here}"
+            f"{entry.name:30} {parameters:>8}  {entry.source.licence:10} {figure:20} {availability}"
         )
     return "\n".join(lines)
 
