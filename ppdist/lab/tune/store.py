@@ -226,8 +226,8 @@ class Store:
 
     def _damaged(self, journal: Path, description: str) -> ConfigError:
         return ConfigError(
-            f"{description}, as in a power failure, and later lines depend on it; kept are the runs "
-            f"in {self.folder / 'trials'} and, of trials that ended, trials.jsonl",
+            f"{description}, as in a power failure, and later lines depend on it; kept are the "
+            f"runs in {self.folder / 'trials'} and, of trials that ended, trials.jsonl",
             code="study_damaged",
             where=f"{journal}",
             fix=f"`ppdist tune show {shlex.quote(str(self.folder))}` ranks those that ended; begin "
