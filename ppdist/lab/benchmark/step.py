@@ -45,7 +45,7 @@ def describe_machine() -> Report:
 def _processor_name() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.describe_machine()
+    return names[0] if names else platform.machine()
 
 
 def measure_training(config: ExperimentConfig, *, steps: int, warmup: int, scratch: Path) -> Report:
