@@ -141,7 +141,7 @@ def test_an_image_that_breaks_the_model_fails_alone():
     model = FakeModel()
     with served(model, most_delay=1.0) as (service, client):
         answers = ask_together(client, [PNG, broken, JPEG, unlucky])
-        assert service.ill() is None
+        assert service.find_problem() is None
     assert [answer.status_code for answer in answers] == [200, 500, 200, 422]
     assert answers[1].json().keys() == {"error"}
     assert max(model.batches) > 1
@@ -193,9 +193,9 @@ def test_slow_model_gives_504_without_blocking():
     with served(model, seconds=0.3, most_batch=1) as (service, client):
         answers = ask_together(client, [PNG] * 4)
         assert {answer.status_code for answer in answers} == {504}
-        wait_until(lambda: service.ill() is not None)
+        wait_until(lambda: service.find_problem() is not None)
         assert "computing one batch" in ask(client, "GET", "/health").json()["reason"]
-        wait_until(lambda: service.ill() is None)
+        wait_until(lambda: service.find_problem() is None)
         model.seconds = 0.0
         assert ask(client, "POST", "/detect", content=PNG).status_code == 200
     assert model.batches == [1, 1]  # what was given up is not computed
@@ -213,10 +213,10 @@ def test_slow_decoder_is_reported_without_blocking(monkeypatch):
         with served(seconds=0.3) as (service, client):
             answers = ask_together(client, [PNG, JPEG])
             assert [answer.status_code for answer in answers] == [504, 200]
-            wait_until(lambda: service.ill() is not None)
-            assert "decoded" in (service.ill() or "")
+            wait_until(lambda: service.find_problem() is not None)
+            assert "decoded" in (service.find_problem() or "")
             go_on.set()
-            wait_until(lambda: service.ill() is None)
+            wait_until(lambda: service.find_problem() is None)
     finally:
         go_on.set()
 
