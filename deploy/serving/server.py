@@ -126,6 +126,7 @@ def make_app(
     """Builds the application with its routes.
 
     Nothing in a request can name a file or an address to open.
+
     Args:
         token: required by /detect and /metrics; the other routes show nothing worth hiding.
         log: takes the line of each request; must not block.

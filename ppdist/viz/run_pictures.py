@@ -1,4 +1,4 @@
-"""Pictures of a run while it trains: augmented batches, validation images with predictions."""
+"""Draws pictures of a run while it trains: augmented batches, validation images with predictions."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -21,15 +21,15 @@ _LOGGER = logging.getLogger("ppdist.engine")
 _BATCHES = 3  # of each kind of augmentation
 _MAX_IMAGES = 9  # of a training batch
 _PAIRS = 4  # of truth and prediction in one file
-_DRAWN_SCORE = 0.3  # predictions below it are not drawn
+_DRAWN_SCORE = 0.3  # predictions with a lower score are not drawn
 
 Put = Callable[[str, Callable[[], object], int], object]
 
 
 class BatchPictures:
-    """Draws the first training batches, and again when augmentation changes.
+    """The pictures of the first training batches, and of those after each change of augmentation.
 
-    Only rank 0 has one.  The first picture that fails is the last: one warning, no more pictures.
+    Only rank 0 draws them.  After the first failure there is one warning and no more pictures.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class BatchPictures:
         epochs: int,
         put: Put = lambda name, write, size: write(),
     ) -> None:
-        """
+        """Plans the pictures of a run.
         Args:
-            folder: gets train_batch_0.jpg, ...; train_batch_epoch_E_0.jpg, ... of batches from
-                epoch E on, where augmentation changes there.
+            folder: gets train_batch_0.jpg, ...; train_batch_epoch_E_0.jpg, ... for batches from
+                epoch E on, if augmentation changes there.
             config: of the samples that are drawn.
             epochs: of the whole run.
             put: writes a file, see `RunLog.put`.
@@ -90,37 +90,43 @@ class BatchPictures:
 
 
 class EvaluationPictures:
-    """Draws the first images of each evaluation: truth on the left, predictions on the right.
+    """The pictures of the first images of an evaluation: truth on the left, predictions on the
+    right.
 
     Attributes:
-        drawn: those of the last evaluation, uint8 RGB [H, 2W + 4, 3] each.
+        drawn: pictures of the last evaluation, uint8 RGB [H, 2W + 4, 3].
     """
 
-    def __init__(self, class_names: tuple[str, ...], most: int) -> None:
-        """Args: most: images of this rank to draw."""
+    def __init__(self, class_names: tuple[str, ...], max_images: int) -> None:
+        """Begins without pictures.
+
+        Args: max_images: images of this rank to draw.
+        """
         self.drawn: list[np.ndarray] = []
-        self._class_names, self._most = class_names, most
+        self._class_names, self._max_images = class_names, max_images
 
     def begin(self) -> None:
-        """Forgets the evaluation before."""
+        """Drops the pictures of the evaluation before."""
         self.drawn = []
 
     def add(self, batch: Batch, results: Any) -> None:
-        """Draws images of a batch, as many as are still wanted.
+        """Draws images of a batch until there are enough.
 
         Args: results: see `ppdist.engine.evaluator.Observer`.
         """
-        wanted = self._most - len(self.drawn)
-        if wanted <= 0:
+        missing = self._max_images - len(self.drawn)
+        if missing <= 0:
             return
         if isinstance(results, Ranking):
-            self.drawn += draw_ranking(batch, results, self._class_names, wanted)
+            self.drawn += draw_ranking(batch, results, self._class_names, missing)
         else:
             rows_R6, count_B = results
-            self.drawn += draw_detections(batch, rows_R6, count_B, self._class_names, wanted)
+            self.drawn += draw_detections(batch, rows_R6, count_B, self._class_names, missing)
 
     def show(self, log: RunLog, folder: Path, step: int) -> None:
-        """Gives them to the writers of a run, and writes val_batch_0.jpg, ... into a folder."""
+        """Gives the pictures to the writers of a run, and writes val_batch_0.jpg, ... into a
+        folder.
+        """
         log.images("validation", step, self.drawn)
         write = partial(write_validation, folder, self.drawn)
         name = f"{folder.name}/val_batch_*.jpg"
@@ -137,10 +143,10 @@ def draw_detections(
     """Draws images of a batch: ground truth left, predictions right.
 
     Args:
-        rows_R6, count_B: what `ppdist.engine.evaluator.detect` returned for it; predictions whose
-            score is below 0.3 are not drawn.
-        limit: how many images at most; padding is left out.
-    Returns: uint8 RGB [H, 2W + 4, 3] each, at input size.
+        rows_R6, count_B: result of `ppdist.engine.evaluator.detect` for it; predictions whose score
+            is below 0.3 are not drawn.
+        limit: number of images at most; padding is left out.
+    Returns: pictures, uint8 RGB [H, 2W + 4, 3], at input size.
     """
     pictures = list[np.ndarray]()
     rows_by_image = np.split(rows_R6, np.cumsum(count_B)[:-1])
@@ -154,8 +160,10 @@ def draw_detections(
         rows_P6 = rows_by_image[position]
         sure_P6 = rows_P6[rows_P6[:, 1] >= _DRAWN_SCORE]
         truth = draw_boxes(image_HW3, true_boxes_M4, true_labels_M, class_names)
-        found = draw_boxes(image_HW3, sure_P6[:, 2:], sure_P6[:, 0], class_names, sure_P6[:, 1])
-        pictures.append(side_by_side(truth, found))
+        predictions = draw_boxes(
+            image_HW3, sure_P6[:, 2:], sure_P6[:, 0], class_names, sure_P6[:, 1]
+        )
+        pictures.append(side_by_side(truth, predictions))
     return pictures
 
 
@@ -165,9 +173,9 @@ def draw_ranking(
     """Draws images of a batch: true class left, the surest classes right.
 
     Args:
-        ranking: of the images that are no padding.
-        limit: how many images at most.
-    Returns: uint8 RGB [H, 2W + 4, 3] each, at input size.
+        ranking: of the images that are not padding.
+        limit: number of images at most.
+    Returns: pictures, uint8 RGB [H, 2W + 4, 3], at input size.
     """
     real_B = batch.image_index_B.numpy() >= 0
     images_BHW3 = batch.images_B3HW.numpy()[real_B][:limit].transpose(0, 2, 3, 1)
@@ -182,7 +190,7 @@ def draw_ranking(
 
 
 def write_validation(folder: Path, pictures: Sequence[np.ndarray]) -> None:
-    """Writes val_batch_0.jpg, ... of pictures of truth and prediction.  May raise."""
+    """Writes val_batch_0.jpg, ...: pictures of truth and prediction.  May raise."""
     for number, first in enumerate(range(0, len(pictures), _PAIRS)):
         picture = grid(pictures[first : first + _PAIRS], across=2)
         write_jpeg(folder / f"val_batch_{number}.jpg", within(picture))
