@@ -1,4 +1,4 @@
-"""Draws pictures of a run while it trains: augmented batches, validation images with predictions."""
+"""Draws pictures of a run in training: augmented batches, validation images with predictions."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence

@@ -61,6 +61,7 @@ def run_training(launcher: Sequence[str], script: Sequence[str], count: int) -> 
         file = Path(folder) / "report.json"
         command = [*launcher, *_placement_options(count), "--log_dir", f"{folder}/log", *script]
         command += ["--json", str(file)]
+        # Processes with several threads each would compete for the same cores.
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         code = start_here(command, stdout=DISCARD, env=environment).wait()
         if code or not file.exists():

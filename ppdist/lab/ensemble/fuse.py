@@ -157,6 +157,7 @@ def _fuse_share(members: Sequence[Member], iou: float, keep: int) -> np.ndarray:
     """Fuses this rank's images."""
     rows_R7 = np.concatenate([member.rows_R7 for member in members])
     rows_R7 = rows_R7[np.argsort(rows_R7[:, 0], kind="stable")]
+    # Rows of an image lie together now, so its slice begins where the index changes.
     first_R = np.flatnonzero(np.diff(rows_R7[:, 0], prepend=-1))
     fused = [np.zeros((0, 7), np.float32)]
     for begin, end in zip(first_R, [*first_R[1:], len(rows_R7)]):

@@ -48,7 +48,7 @@ def weighted_fusion(
     scores_R, boxes_R4 = scores_R[order_R], boxes_R4[order_R]
     sums_K4 = np.zeros_like(boxes_R4)
     mean_K4 = np.zeros_like(boxes_R4)
-    mass_K, found_K = np.zeros(len(boxes_R4)), np.zeros(len(boxes_R4))
+    mass_K, boxes_K = np.zeros(len(boxes_R4)), np.zeros(len(boxes_R4))
     count = 0
     for box, score in zip(boxes_R4, scores_R):
         overlap_K = box_iou(box[None], mean_K4[:count])[0]
@@ -56,11 +56,12 @@ def weighted_fusion(
         if not count or overlap_K[best] <= iou:
             best, count = count, count + 1
         mass_K[best] += score
-        found_K[best] += 1
+        # The cluster keeps sums, so that its mean follows every box without a second pass.
+        boxes_K[best] += 1
         sums_K4[best] += score * box
         # A cluster whose scores are all 0 has no weighted mean: use the box.
         mean_K4[best] = sums_K4[best] / mass_K[best] if mass_K[best] > 0 else box
-    found_K = found_K[:count]
-    scores_K = mass_K[:count] / found_K * np.minimum(found_K, members) / members
+    boxes_K = boxes_K[:count]
+    scores_K = mass_K[:count] / boxes_K * np.minimum(boxes_K, members) / members
     order_K = np.argsort(-scores_K, kind="stable")
     return mean_K4[:count][order_K], scores_K[order_K]

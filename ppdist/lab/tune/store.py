@@ -173,6 +173,7 @@ class Store:
         settings.
         """
         file, now = self.folder / "study.json", self.config.model_dump(mode="json", by_alias=True)
+        # The file names of the configuration may change, its content may not.
         now["experiment"] = _digest(self.config)
         if file.exists():
             before = read_json(file)
@@ -221,6 +222,7 @@ class Store:
             pass
         except OSError as error:
             raise self._damaged(journal, f"it cannot be read ({error.strerror})") from error
+        # An empty journal is right only for a new study.
         if not number and any((self.folder / "trials").glob("*")):
             raise self._damaged(journal, "it is missing or empty")
 
@@ -257,6 +259,7 @@ class Store:
             trials = self.trials()
             waiting = False
             for trial in trials:
+                # Work that others have left comes before new trials.
                 if trial.state != TrialState.RUNNING or trial.number in self._mine:
                     continue
                 adopted = self._adopt(trial)

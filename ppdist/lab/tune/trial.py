@@ -116,15 +116,16 @@ class Launcher:
         Args: placement: options of fleetrun: which cards, or how many processes.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        line = [*self.command, *placement, "--max_restart", _RESTARTS]
-        line += ["--log_dir", str(folder / "log"), *self.script]
-        line += ["-c", config, "--eval", "--resume", "auto"]
-        line += ["-o", *overrides, item_of("output_dir", str(folder))]
+        command = [*self.command, *placement, "--max_restart", _RESTARTS]
+        command += ["--log_dir", str(folder / "log"), *self.script]
+        # One command both starts a trial and continues it after a crash or a stop.
+        command += ["-c", config, "--eval", "--resume", "auto"]
+        command += ["-o", *overrides, item_of("output_dir", str(folder))]
         environment = {"OMP_NUM_THREADS": str(self.threads), **os.environ}
         with open_own(folder / "console.log", "ab") as console:
             # When this process is gone, fleetrun has the trial save and end.
             process = start(
-                line,
+                command,
                 stdout=console,
                 stderr=console,
                 env=environment,

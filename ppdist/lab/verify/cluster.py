@@ -69,6 +69,7 @@ def measure_cluster() -> Report:
     report["sizes"] = list(measure_all_reduce()) if world > 1 else []
     report["latency_seconds"] = report["bandwidth_bytes_per_second"] = None
     if world > 1:
+        # The smallest message costs latency alone, the largest one bandwidth alone.
         report["latency_seconds"] = report["sizes"][0]["seconds"] / (2 * (world - 1))
         report["bandwidth_bytes_per_second"] = report["sizes"][-1]["bus_bytes_per_second"]
     return report

@@ -216,6 +216,7 @@ class Rounding:
         for key, weight in weights.items():
             value = _to_float32(weight)
             size = self.of_weight * value + self.of_update * (value - before[key])
+            # Up or down at random, as roundings fall.
             moved = value + size * rng.choice(np.array([-1, 1], np.float32), value.shape)
             weight.set_value(paddle.to_tensor(moved).astype(weight.dtype))
 
@@ -321,6 +322,7 @@ def sketch(arrays: dict[str, np.ndarray]) -> np.ndarray:
     """
     rows = [np.zeros(0)]
     for key, value in arrays.items():
+        # Signs by name: two processes sketch the same array alike.
         rng = np.random.default_rng(zlib.crc32(key.encode()))
         signs = rng.integers(0, 2, value.size, np.int8) * np.int8(2) - np.int8(1)
         padded = np.zeros(-(-value.size // _PARTS) * _PARTS)
