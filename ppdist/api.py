@@ -29,7 +29,7 @@ from PIL import Image
 
 from ppdist.common.errors import ConfigError, DataError, UserError
 from ppdist.common.process import STOP_SIGNALS, require_paddle
-from ppdist.config.experiment import ExperimentConfig, changed, load_config
+from ppdist.config.experiment import ExperimentConfig, apply_overrides, load_config
 from ppdist.config.export import ExportOptions
 from ppdist.config.migration import answering, refuse_name
 from ppdist.config.parse import Overrides, override_items, parse_plain
@@ -282,7 +282,7 @@ class Detector:
 
         self._config = config_for(self.weights, self._given)
         if self._device != "auto":  # for training and evaluation, too
-            self._config = changed(self._config, [override_item("device", self._device)])
+            self._config = apply_overrides(self._config, [override_item("device", self._device)])
         device.choose(self._config.device)
         has_no_config = self._given is None
         return load_weights(self._config, self.weights, _warn, names_alone=has_no_config)
@@ -319,7 +319,7 @@ class Detector:
         ]
         items += [] if epochs is None else [f"train.epochs={epochs:g}"]
         items += [] if batch is None else [f"train.batch_size_per_card={batch}"]
-        return changed(config, [*items, *overrides])
+        return apply_overrides(config, [*items, *overrides])
 
     def _predict(
         self, iou: float | None, slice: int | None, overlap: float, batch: int
@@ -585,7 +585,7 @@ def _require_callbacks(callbacks: Sequence[object]) -> None:
 
 def _resolve_config(config: Config, overrides: Sequence[str]) -> ExperimentConfig:
     if isinstance(config, ExperimentConfig):
-        return changed(config, overrides)
+        return apply_overrides(config, overrides)
     return load_config(config, overrides)
 
 

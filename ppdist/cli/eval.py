@@ -108,13 +108,13 @@ def config_for(arguments: argparse.Namespace) -> "ExperimentConfig":
     """Loads the configuration of -c or of the weights, applied to DATA, then applies -o."""
     if not arguments.data:
         return load_config_of(arguments, needs_data=True)
-    from ppdist.config.experiment import changed, load_config
+    from ppdist.config.experiment import apply_overrides, load_config
     from ppdist.engine.recipe import with_data
     from ppdist.models.model_card import config_of_weights
 
     config = load_config(arguments.config) if arguments.config else None
     config = with_data(config or config_of_weights(arguments.weights), arguments.data)
-    config = changed(config, arguments.override)
+    config = apply_overrides(config, arguments.override)
     if config.data.val_fraction is not None and arguments.split == "val":
         process.say(
             f"ppdist: {arguments.data} has no validation split: evaluating on "

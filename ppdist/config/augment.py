@@ -41,7 +41,7 @@ class AffineConfig(Section):
 
     @property
     def moves(self) -> bool:
-        """Whether it does anything."""
+        """Returns True if any of the changes is enabled."""
         return any((self.rotate, self.scale, self.shear, self.translate, self.perspective))
 
 
@@ -164,7 +164,8 @@ class AugmentConfig(Section):
 
     @field_validator("combine_epochs", mode="before")
     @classmethod
-    def _holds_epochs(cls, window: object) -> object:
+    def _check_window(cls, window: object) -> object:
+        """Refuses windows without an epoch, and shares of the run outside 0..1."""
         if not isinstance(window, list | tuple):
             return window
         numbers = [number for number in window if type(number) in (int, float)]
@@ -181,9 +182,10 @@ class AugmentConfig(Section):
         return tuple(window)  # strict: no list
 
     def in_epoch(self, epoch: int, epochs: int | None) -> "AugmentConfig":
-        """Augmentation of one epoch, counted from 0 (epochs None: no last ones)."""
+        """Returns the augmentation of one epoch, counted from 0 (epochs None: no last ones)."""
         left = math.inf if epochs is None else epochs - epoch
         if self.plain_epochs and left <= self.plain_epochs:
+            # Not a copy: what is not named here has its default, which is off.
             return AugmentConfig(
                 distort=0.0,
                 expand=0.0,
@@ -203,16 +205,17 @@ class AugmentConfig(Section):
 
     @property
     def _window_in_shares(self) -> bool:
+        """Returns True if `combine_epochs` is given as shares of the run: [0.0, 0.5]."""
         return self.combine_epochs is not None and isinstance(self.combine_epochs[1], float)
 
     def with_epoch_scale(self, factor: float) -> "AugmentConfig":
-        """Augmentation for a run `factor` times as long: epoch counts grow.
+        """Scales the phases that are counted in epochs for a run `factor` times as long.
 
-        To whole epochs, and no phase disappears: what had an epoch keeps one.
+        Rounds to whole epochs, but never to none: a phase that had an epoch keeps one.
         """
         window = self.combine_epochs
         if window is not None and not self._window_in_shares:
-            first, end = (round(each * factor) for each in window)
+            first, end = (round(bound * factor) for bound in window)
             window = first, max(first + 1, end)
         last = {
             name: max(1, round(count * factor)) if count else 0
@@ -225,25 +228,25 @@ class AugmentConfig(Section):
 
     @property
     def last_stage_epochs(self) -> int:
-        """The last epochs of a run, which have no strong augmentation.
+        """Returns the number of last epochs without strong augmentation.
 
-        0: strong augmentation ends with the run.
+        It is 0 where strong augmentation lasts to the end of the run.
         """
         return self.plain_epochs or self.close_mosaic_epochs
 
     @property
     def needs_outlines(self) -> bool:
-        """Whether the training set is read with the outlines of its objects."""
+        """Returns True if the training set must be read with the outlines of its objects."""
         return self.copy_paste > 0
 
     @property
     def needs_length(self) -> bool:
-        """Whether the length of the run matters."""
+        """Returns True if the augmentation of an epoch depends on the length of the run."""
         return bool(self.close_mosaic_epochs or self.plain_epochs or self._window_in_shares)
 
     @property
     def most_zoom(self) -> float:
-        """Largest magnification of an image over its whole view, per axis.
+        """Returns the largest magnification of an image over its whole view, per axis.
 
         A crop has crop_least ** 2 of the area at least, and 0.5 to 2 times the aspect.  Affine
         counts as 1: a closer view magnifies the pixels that fit, as in YOLOv5.

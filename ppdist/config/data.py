@@ -12,7 +12,7 @@ Resize = Literal["stretch", "stretch_antialiased", "letterbox"]  # `data.resize`
 
 
 class SplitConfig(Section):
-    """Where the images and annotations of one split are."""
+    """Images and annotations of one split."""
 
     images: str | tuple[str, ...] = Field(
         default="images",
@@ -41,19 +41,19 @@ class SplitConfig(Section):
 
     @property
     def image_folders(self) -> tuple[str, ...]:
-        """Where the images are, relative to data.root."""
+        """Returns the folders of the images, relative to data.root."""
         return (self.images,) if isinstance(self.images, str) else self.images
 
     @property
     def annotation_files(self) -> tuple[str, ...]:
-        """Files or folders, relative to data.root; none: beside the images."""
+        """Returns files or folders, relative to data.root; none: they lie beside the images."""
         if isinstance(self.annotations, str):
             return (self.annotations,) if self.annotations else ()
         return self.annotations
 
 
 class SamplingConfig(Section):
-    """How often each training image comes in an epoch."""
+    """Sampling of training images: how often each comes in an epoch."""
 
     name: Literal["shuffle", "balanced", "difficulty"] = Field(
         default="shuffle",
@@ -182,14 +182,15 @@ class DataConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> "DataConfig":
+    def _check_parts(self) -> "DataConfig":
+        """Refuses credentials in addresses, and splits that the format or val_fraction excludes."""
         for key, address in (
             ("root", self.root),
-            *((f"{key}.images", each) for key, part in self.splits for each in part.image_folders),
+            *((f"{key}.images", path) for key, part in self.splits for path in part.image_folders),
             *(
-                (f"{key}.annotations", each)
+                (f"{key}.annotations", path)
                 for key, part in self.splits
-                for each in part.annotation_files
+                for path in part.annotation_files
             ),
         ):
             if holds_credentials(address):
@@ -211,11 +212,11 @@ class DataConfig(Section):
 
     @property
     def splits(self) -> tuple[tuple[str, SplitConfig], ...]:
-        """Those that are there, by name."""
+        """Returns the configured splits with their names."""
         named = (("train", self.train), ("val", self.val), ("test", self.test))
         return tuple((name, part) for name, part in named if part is not None)
 
     @property
     def task(self) -> Task:
-        """What the annotations teach: boxes or image classes."""
+        """Returns the task that the annotations teach: boxes or image classes."""
         return "classify" if self.format in ("folder", "csv") else "detect"

@@ -23,7 +23,7 @@ class LogitsConfig(Section):
 
 
 class FeaturesConfig(Section):
-    """The neck's features, channel by channel (CWD, arXiv:2011.13256)."""
+    """Features of the neck, channel by channel (CWD, arXiv:2011.13256)."""
 
     weight: float = Field(
         default=1.0,
@@ -33,7 +33,7 @@ class FeaturesConfig(Section):
 
 
 class BoxesConfig(Section):
-    """Boxes where the teacher is sure."""
+    """Boxes that the teacher is sure of."""
 
     weight: float = Field(
         default=1.0,
@@ -45,7 +45,7 @@ class BoxesConfig(Section):
 
 
 class DistillConfig(Section):
-    """A teacher, and what is learned from it."""
+    """A teacher, and what the student learns from it."""
 
     # FREE: the weights themselves are compared.
     teacher: Annotated[str, OnResume.FREE] = Field(
@@ -66,7 +66,8 @@ class DistillConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _something(self) -> "DistillConfig":
+    def _check_terms(self) -> "DistillConfig":
+        """Refuses a teacher from which nothing is learned."""
         if not (self.logits or self.features or self.boxes):
             raise ValueError(
                 "logits, features and boxes are all null, so nothing is learned from the teacher; "
@@ -76,16 +77,15 @@ class DistillConfig(Section):
 
 
 class Trained(Document):
-    """The model section of a teacher's run.
-
-    Its other keys may be those of another version.
-    """
+    """The model section of a teacher's run; its other keys may be those of another version."""
 
     model_config = ConfigDict(extra="ignore")
 
     model: Annotated[ModelConfig, Field(discriminator="name")]
 
     @classmethod
-    def opened(cls, tree: Node, problems: list[Problem], *, stored: bool = False) -> type[Section]:
-        """With the detectors of plugins."""
+    def open_plugins(
+        cls, tree: Node, problems: list[Problem], *, stored: bool = False
+    ) -> type[Section]:
+        """Returns this Section with the detectors of plugins that the tree names."""
         return open_section(cls, tree, problems, stored=stored)

@@ -11,7 +11,7 @@ _Speed = Annotated[float, Field(gt=0)]
 
 
 class DistributedConfig(Section):
-    """How ranks talk to one another."""
+    """Communication between ranks, and how they share work."""
 
     bucket_mb: Annotated[
         int,
@@ -100,9 +100,10 @@ class DistributedConfig(Section):
     )
 
     def speeds(self, world: int) -> tuple[float, ...] | None:
-        """Relative speeds by which so many ranks share micro-batches; None: they are equal.
+        """Returns the relative speeds by which the ranks share micro-batches; None: all are equal.
 
-        Raises: ConfigError: `shares` is of another number of ranks.
+        Args: world: number of ranks.
+        Raises: ConfigError: `shares` has another number of entries.
         """
         if self.shares is None:
             return None

@@ -1,4 +1,4 @@
-"""Turns what pydantic found wrong into lines a user can act on.
+"""Turns errors of pydantic into lines that a user can act on.
 
 configs/a.yml:12:3: train.epoch: unknown key; did you mean train.epochs?
 configs/a.yml:13:11: train.epochs: found "ten" (text), expected whole number >= 1
@@ -18,12 +18,12 @@ from ppdist.config.schema import (
     all_keys,
     choices,
     field_at,
-    fitting,
+    matching_sections,
     owners,
     sections_in,
     type_in_words,
 )
-from ppdist.config.yaml import Node, Place, Problem, found
+from ppdist.config.yaml import Node, Place, Problem, describe_value
 
 Path = tuple[str | int, ...]
 
@@ -37,7 +37,7 @@ class CrossKeyErrors(ValueError):
 
 
 def problems_of(error: ValidationError, tree: Node, schema: SectionType) -> list[Problem]:
-    """One problem for each key that is wrong."""
+    """Turns a pydantic error into problems, one for each key that is wrong."""
     details = error.errors(include_url=False)
     paths = [_path(detail, tree) for detail in details]
     problems: dict[Path, Problem] = {}
@@ -49,7 +49,7 @@ def problems_of(error: ValidationError, tree: Node, schema: SectionType) -> list
                 problems[key] = Problem(_place(detail, key, tree), message, "bad_value")
             continue
         # A union complains once for each member; what is wrong deeper inside one says more.
-        deeper = any(len(other) > len(path) and other[: len(path)] == path for other in paths)
+        deeper = any(len(longer) > len(path) and longer[: len(path)] == path for longer in paths)
         is_a_type = detail["type"].endswith("_type")
         if path not in problems and not (deeper and is_a_type):
             problems[path] = Problem(
@@ -61,26 +61,27 @@ def problems_of(error: ValidationError, tree: Node, schema: SectionType) -> list
 
 
 def numbers_for_text(error: ValidationError, tree: Node) -> Iterator[Path]:
-    """Where -o gave a number and text was wanted."""
+    """Yields the paths where -o gave a number and text was wanted."""
     for detail in error.errors(include_url=False):
         path = _path(detail, tree)
         node = _nearest(tree, path)
+        # In a file, quotes tell text from numbers; a shell takes them away.
         is_number = isinstance(node.value, int | float) and not isinstance(node.value, bool)
         if detail["type"] == "string_type" and is_number and node.place.line == 0:
             yield path
 
 
 def _path(detail: Any, tree: Node) -> Path:
-    """Pydantic's location without the union members that it names on the way."""
+    """Returns pydantic's location without the union members that it names on the way."""
     path: list[str | int] = []
     node: Node | None = tree
     location = detail["loc"]
-    for position, part in enumerate(location):
+    for index, part in enumerate(location):
         child = node.child(part) if node is not None else None
         if child is not None:
             path.append(part)
             node = child
-        elif position == len(location) - 1 and _is_absent(detail):
+        elif index == len(location) - 1 and _is_absent(detail):
             path.append(part)
     if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         path.append(detail["ctx"]["discriminator"].strip("'"))
@@ -88,12 +89,12 @@ def _path(detail: Any, tree: Node) -> Path:
 
 
 def _is_absent(detail: Any) -> bool:
-    """Whether a key is missing; a missing item is a wrong length."""
+    """Returns True if a key is missing; a missing item of a list is a wrong length."""
     return detail["type"] == "missing" and isinstance(detail["loc"][-1], str)
 
 
 def _nearest(tree: Node, path: Path) -> Node:
-    """The node at a path, or its nearest existing parent."""
+    """Returns the node at a path, or its nearest existing parent."""
     for part in path:
         child = tree.child(part)
         if child is None:
@@ -103,12 +104,16 @@ def _nearest(tree: Node, path: Path) -> Node:
 
 
 def _place(detail: Any, path: Path, tree: Node) -> Place:
+    """Returns the place that a message names: that of the key, or of the value."""
+    # A key is at fault where it is unknown or missing, a value elsewhere.  A mapping begins below
+    # its key, where nobody would look for the fault.
     node = _nearest(tree, path)
     at_key = detail["type"] in ("extra_forbidden", "union_tag_not_found") or _is_absent(detail)
     return node.key_place if at_key or isinstance(node.value, dict) else node.place
 
 
 def _code(detail: Any, path: Path, tree: Node) -> str:
+    """Returns the error code of a detail of pydantic."""
     if detail["type"] == "extra_forbidden":
         return "foreign_key" if answer_key(path, _nearest(tree, path)) else "unknown_key"
     if detail["type"] == "union_tag_not_found" or _is_absent(detail):
@@ -117,6 +122,7 @@ def _code(detail: Any, path: Path, tree: Node) -> str:
 
 
 def _message(detail: Any, path: Path, tree: Node, schema: SectionType) -> str:
+    """Writes `key: what is wrong; what to do` for a detail of pydantic."""
     kind = detail["type"]
     name = dotted(path)
     node = _nearest(tree, path)
@@ -131,21 +137,23 @@ def _message(detail: Any, path: Path, tree: Node, schema: SectionType) -> str:
         tags = [tag for s in owners(schema, path, tree) for tag in _tag_values(s, path[-1])]
         return f"{name}: missing, expected one of {', '.join(tags)}"
     if field is None:
-        return f"{name}: found {found(node)}: {detail['msg']}"
+        return f"{name}: found {describe_value(node)}: {detail['msg']}"
     if kind == "union_tag_invalid":
         allowed = [tag.strip(" '") for tag in detail["ctx"]["expected_tags"].split(",")]
-        hint = _close(str(node.value), allowed)
-        foreign = _foreign_part(name)
-        return f"{name}: found {found(node)}, expected one of {', '.join(allowed)}{foreign}{hint}"
+        hint = _suggest_similar(str(node.value), allowed)
+        foreign = _plugin_hint(name)
+        value = describe_value(node)
+        return f"{name}: found {value}, expected one of {', '.join(allowed)}{foreign}{hint}"
     expected = _expected(field, path, tree)
     if _is_absent(detail):
         about = (field.description or "").split(". ")[0].rstrip(".")
         return f"{name}: missing, expected {expected}" + (f" ({about})" if about else "")
     hint = _hint(name, node, field.annotation)
-    return f"{name}: found {found(node)}, expected {expected}{_foreign_part(name)}{hint}"
+    value = describe_value(node)
+    return f"{name}: found {value}, expected {expected}{_plugin_hint(name)}{hint}"
 
 
-def _foreign_part(name: str) -> str:
+def _plugin_hint(name: str) -> str:
     """Says how a part of another package is named, where one may be."""
     of_tracker = name.startswith("log.trackers[") and name.endswith("].name")
     if not of_tracker and name not in ("model.name", "model.body", "data.format"):
@@ -162,8 +170,8 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def _expected(field: FieldInfo, path: Path, tree: Node) -> str:
-    """The expected type in words, of an item that of its list."""
-    sections = fitting(sections_in(field.annotation), _nearest(tree, path))
+    """Describes the expected type in words; for an item of a list, that of its list."""
+    sections = matching_sections(sections_in(field.annotation), _nearest(tree, path))
     if sections and not isinstance(path[-1], int):
         return "a mapping with keys such as " + ", ".join(list(sections[0].model_fields)[:5])
     words = type_in_words(field.annotation, field.metadata)
@@ -175,17 +183,18 @@ def _expected(field: FieldInfo, path: Path, tree: Node) -> str:
 
 
 def _tag_values(section: SectionType, key: Any) -> list[str]:
+    """Lists the values of a union member's tag."""
     field = section.model_fields.get(key)
     return choices(field.annotation) if field is not None else []
 
 
 def _hint(name: str, node: Node, annotation: Any) -> str:
-    """`; did you mean ...`, or ""."""
+    """Returns `; did you mean ...` for a value; "" if nothing similar is allowed."""
     value, words = node.value, type_in_words(annotation)
     if equivalent := our_value(name, node.text):
         return f"; did you mean {equivalent}?"
     if isinstance(value, str):
-        close = _close(value, choices(annotation))
+        close = _suggest_similar(value, choices(annotation))
         if close:
             return close
         if value in ("None", "none") and "null" in words:
@@ -202,29 +211,33 @@ def _hint(name: str, node: Node, annotation: Any) -> str:
     return ""
 
 
-def _close(text: str, candidates: Sequence[str]) -> str:
+def _suggest_similar(text: str, candidates: Sequence[str]) -> str:
+    """Returns `; did you mean ...` for the most similar candidate; "" if none is similar."""
     match = difflib.get_close_matches(text.lower(), candidates, 1)
     return f"; did you mean {match[0]}?" if match else ""
 
 
 def _suggest_key(path: Path, tree: Node, schema: SectionType) -> str:
-    """The key probably meant: a similar one, or from another section."""
+    """Suggests the key that was probably meant: a similar one, or one of another section."""
     key = str(path[-1])
     siblings = list(dict.fromkeys(k for s in owners(schema, path, tree) for k in s.model_fields))
-    elsewhere: dict[str, str] = {}  # the last part of each key path -> the whole of the first
-    for known in all_keys(schema):
-        elsewhere.setdefault(known[-1], ".".join(known))
-    here = dotted(path[:-1])
+    elsewhere: dict[str, str] = {}  # last part of a key path -> the first path that ends in it
+    for parts in all_keys(schema):
+        elsewhere.setdefault(parts[-1], ".".join(parts))
+
+    parent = dotted(path[:-1])
     below = [".".join(parts) for parts in all_keys(schema) if parts[: len(path) - 1] == path[:-1]]
     nested = [name for name in below if name.endswith(f".{key}") and name != dotted(path)]
     if len(path) > 1 and nested:  # data.augment.rotate, of data.augment.affine
         return f"did you mean {nested[0]}?"
+    # In order: a typing error of a neighbour, the very key in another section, a less similar
+    # neighbour, a typing error of a key elsewhere.
     for names, cutoff in ((siblings, 0.75), ([key], 1.0), (siblings, 0.6), (list(elsewhere), 0.8)):
         for match in difflib.get_close_matches(key.lower(), names, 1, cutoff):
             if names is siblings or match in siblings:
-                return f"did you mean {here + '.' if here else ''}{match}?"
+                return f"did you mean {parent + '.' if parent else ''}{match}?"
             if match in elsewhere and elsewhere[match] != dotted(path):
                 return f"did you mean {elsewhere[match]}?"
     if (equivalent := our_key(key)) and equivalent != dotted(path):
         return f"did you mean {equivalent}?"
-    return f"{here or 'the top level'} knows {', '.join(siblings)}"
+    return f"{parent or 'the top level'} knows {', '.join(siblings)}"

@@ -13,7 +13,7 @@ COCO_DETECTIONS = 100  # of a class in an image that COCO's mAP counts
 
 
 class EvaluateConfig(Section):
-    """When and how the validation set is evaluated during training."""
+    """Evaluation on the validation set during training."""
 
     every_epochs: Annotated[int, OnResume.EVALUATIONS] = Field(
         default=1,
@@ -56,7 +56,7 @@ class EvaluateConfig(Section):
 
 
 class NMSConfig(Section):
-    """Which predictions stay: class-wise non-maximum suppression, or simply the best."""
+    """Selection of predictions: class-wise non-maximum suppression, or simply the best scores."""
 
     score_threshold: float = Field(
         default=0.01, ge=0, le=1, description="predictions below this score are dropped"

@@ -36,7 +36,7 @@ from ppdist.config.yaml import Node, Place, Problem, merge, problems_error, tree
 
 
 class ExperimentConfig(Document):
-    """One experiment: what a YAML file of configs/ describes."""
+    """An experiment: the content of a YAML file of configs/."""
 
     output_dir: Annotated[str | None, OnResume.FREE] = Field(
         default=None, description="Where the run writes; null: output/<name of the config file>."
@@ -83,31 +83,35 @@ class ExperimentConfig(Document):
 
     @property
     def training_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Every (height, width) that an image may have in training."""
-        sizes, own = self.train.multi_scale, self.model.image_size
-        return sizes if sizes and not self.data.augment.plain_epochs else (*sizes, own)
+        """Returns every (height, width) that an image may have in training."""
+        sizes, image_size = self.train.multi_scale, self.model.image_size
+        return sizes if sizes and not self.data.augment.plain_epochs else (*sizes, image_size)
 
     @property
     def suppression(self) -> NMSConfig:
-        """`nms` as it is used.
+        """Returns `nms` as it is used.
 
         Without suppression where the model needs none, and with all the boxes that count where
         evaluation counts more than COCO's.
         """
         changes: dict[str, Any] = {} if self.model.needs_nms else {"iou_threshold": None}
-        most = self.evaluate.max_detections
-        if most > COCO_DETECTIONS:
-            changes |= {key: max(most, getattr(self.nms, key)) for key in ("keep", "candidates")}
+        max_detections = self.evaluate.max_detections
+        if max_detections > COCO_DETECTIONS:
+            changes |= {
+                key: max(max_detections, getattr(self.nms, key)) for key in ("keep", "candidates")
+            }
         return self.nms.model_copy(update=changes) if changes else self.nms
 
     @classmethod
-    def opened(cls, tree: Node, problems: list[Problem], *, stored: bool = False) -> type[Section]:
-        """With the detectors, formats, backbones and trackers of plugins."""
+    def open_plugins(
+        cls, tree: Node, problems: list[Problem], *, stored: bool = False
+    ) -> type[Section]:
+        """Returns this Section with the detectors, formats, backbones and trackers of plugins."""
         return open_section(cls, tree, problems, stored=stored)
 
     @classmethod
-    def completed(cls, tree: Node) -> Node:
-        """What follows and need not be written.
+    def complete(cls, tree: Node) -> Node:
+        """Adds the keys that follow from others and need not be written.
 
         `loss.name` is the model's, a tracker may be its name alone, and `data.val_fraction` says
         what `data.val` is.
@@ -130,15 +134,16 @@ class ExperimentConfig(Document):
         train = data.child("train") if data is not None else None
         fraction = data.child("val_fraction") if data is not None else None
         if train is not None and fraction is not None and fraction.value is not None:
-            of_train = {key: train.child(key) for key in ("images", "annotations")}
-            places = {key: node for key, node in of_train.items() if node is not None}
-            val = Node({**places}, train.place, train.key_place)
+            train_paths = {key: train.child(key) for key in ("images", "annotations")}
+            val_paths = {key: node for key, node in train_paths.items() if node is not None}
+            val = Node({**val_paths}, train.place, train.key_place)
             divided = Node({"val": val}, train.place, train.key_place)
             tree = merge(tree, Node({"data": divided}, tree.place, tree.key_place))
         return tree
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> "ExperimentConfig":
+    def _check_keys(self) -> "ExperimentConfig":
+        """Refuses keys that contradict each other; see `cross_key_errors`."""
         messages = [*cross_key_errors(self)]
         if messages:
             raise CrossKeyErrors(messages)
@@ -166,60 +171,67 @@ def cross_key_errors(config: ExperimentConfig) -> Iterator[str]:
             f"loss.name: {config.loss.name} is the loss of another model than model.name: {name}; "
             f"leave loss.name out"
         )
-    known = CLASSIFICATION_METRICS if task == "classify" else DETECTION_METRICS
+    task_metrics = CLASSIFICATION_METRICS if task == "classify" else DETECTION_METRICS
     metrics: dict[str, tuple[str | None, tuple[str, ...]]] = {
-        "evaluate.metric": (config.evaluate.metric, known)
+        "evaluate.metric": (config.evaluate.metric, task_metrics)
     }
     if config.early_stopping is not None:
-        more = ("val_loss",) if task == "classify" else ("f1", "val_loss")
-        metrics["early_stopping.metric"] = config.early_stopping.metric, (*known, *more)
-    for key, (metric, measured) in metrics.items():
-        if metric not in (None, *measured):
+        only_for_stopping = ("val_loss",) if task == "classify" else ("f1", "val_loss")
+        metrics["early_stopping.metric"] = (
+            config.early_stopping.metric,
+            (*task_metrics, *only_for_stopping),
+        )
+    for key, (metric, available) in metrics.items():
+        if metric not in (None, *available):
             yield (
                 f"{key}: {metric} is not measured for model.name: {name}; expected one of "
-                f"{', '.join(measured)}"
+                f"{', '.join(available)}"
             )
     if config.distill is not None and task == "classify":
         yield "distill: teaches detectors, not classifiers; leave it out"
-    yield from _between_ranks(config)
-    yield from _ignored(config)
+    yield from _distributed_errors(config)
+    yield from _ineffective_key_errors(config)
 
 
-def _between_ranks(config: ExperimentConfig) -> Iterator[str]:
+def _distributed_errors(config: ExperimentConfig) -> Iterator[str]:
+    """Yields conflicts between ways to share work and gradients between ranks."""
     ranks, train = config.distributed, config.train
     low_precision = train.amp.enabled and train.amp.level == "O2"
-    ways = {
+    compressions = {
         "distributed.gradient_dtype": (ranks.gradient_dtype, "float32"),
         "distributed.gradient_rank": (ranks.gradient_rank, None),
         "distributed.topk_fraction": (ranks.topk_fraction, None),
         "distributed.sync_every": (ranks.sync_every, None),
     }
-    taken = [f"{key}: {value}" for key, (value, default) in ways.items() if value != default]
-    if len(taken) > 1:
-        yield f"{taken[0]} and {taken[1]} both reduce communication; choose one"
+    chosen = [
+        f"{key}: {value}" for key, (value, default) in compressions.items() if value != default
+    ]
+    if len(chosen) > 1:
+        yield f"{chosen[0]} and {chosen[1]} both reduce communication; choose one"
     if ranks.sync_every is not None:
-        apart = f"distributed.sync_every: {ranks.sync_every} lets the ranks' weights differ"
+        conflict = f"distributed.sync_every: {ranks.sync_every} lets the ranks' weights differ"
         if ranks.shard_optimizer:
-            yield f"{apart}, distributed.shard_optimizer: true needs them equal; choose one"
+            yield f"{conflict}, distributed.shard_optimizer: true needs them equal; choose one"
         if ranks.shares is not None:
-            yield f"{apart} by what each took, distributed.shares: changes that; choose one"
+            yield f"{conflict} by what each took, distributed.shares: changes that; choose one"
         if train.sync_bn:
             yield (
-                f"{apart} to communicate less, train.sync_bn: true communicates in every layer; "
+                f"{conflict} to communicate less, train.sync_bn: true communicates in every layer; "
                 f"set train.sync_bn: false"
             )
-    for key, given in {
+    for key, is_set in {
         "distributed.sync_every": ranks.sync_every is not None,
         "distributed.shard_optimizer": ranks.shard_optimizer,
     }.items():
-        if given and low_precision:
+        if is_set and low_precision:
             yield (
                 f"{key}: needs float32 weights, which train.amp.level: O2 keeps in the optimizer; "
                 f"set train.amp.level: O1"
             )
 
 
-def _ignored(config: ExperimentConfig) -> Iterator[str]:
+def _ineffective_key_errors(config: ExperimentConfig) -> Iterator[str]:
+    """Yields keys that would have no effect with the other values."""
     augment, train = config.data.augment, config.train
     if train.ema.restart_decay is not None and not augment.last_stage_epochs:
         yield (
@@ -233,7 +245,7 @@ def _ignored(config: ExperimentConfig) -> Iterator[str]:
             f"{train.total_batch}; leave one of them out"
         )
     if config.model.task == "classify":
-        of_boxes = {
+        detection_only = {
             "data.augment.mosaic": augment.mosaic,
             "data.augment.mosaic_whole": augment.mosaic_whole,
             "data.augment.mixup": augment.mixup,
@@ -248,33 +260,35 @@ def _ignored(config: ExperimentConfig) -> Iterator[str]:
             "data.resize": config.data.resize != "stretch",
             "nms": config.nms != type(config.nms)(),
         }
-        for key, given in of_boxes.items():
-            if given:
+        for key, is_set in detection_only.items():
+            if is_set:
                 yield f"{key}: has no effect for a classifier; leave it out"
     if config.evaluate.rectangular and config.data.resize != "letterbox":
         yield "evaluate.rectangular: true: needs data.resize: letterbox, which keeps the shape"
     if config.evaluate.rectangular_pad and not config.evaluate.rectangular:
         yield "evaluate.rectangular_pad: has no effect without evaluate.rectangular: true"
-    yield from _of_scaling(config)
+    yield from _scaling_errors(config)
+    # null is allowed everywhere: it is how a file says that nothing is suppressed.
     for key in ("iou_threshold", "candidates"):
-        given = getattr(config.nms, key) not in (type(config.nms).model_fields[key].default, None)
-        if given and config.model.task == "detect" and not config.model.needs_nms:
+        is_set = getattr(config.nms, key) not in (type(config.nms).model_fields[key].default, None)
+        if is_set and config.model.task == "detect" and not config.model.needs_nms:
             yield (
                 f"nms.{key}: has no effect: this {config.model.name} needs no suppression; leave "
                 "it out"
             )
     if config.optimizer.name == "adamw":
-        of_momentum: dict[str, bool | float | None] = {
+        momentum_only: dict[str, bool | float | None] = {
             "optimizer.nesterov": config.optimizer.nesterov,
             "schedule.warmup_momentum": config.schedule.warmup_momentum,
         }
-        for key, value in of_momentum.items():
+        for key, value in momentum_only.items():
             if value not in (None, False):
                 off = "false" if value is True else "null"
                 yield f"{key}: has no effect with optimizer.name: adamw; set it to {off}"
 
 
-def _of_scaling(config: ExperimentConfig) -> Iterator[str]:
+def _scaling_errors(config: ExperimentConfig) -> Iterator[str]:
+    """Yields conflicts between keys that scale the recipe to its batch."""
     optimizer, lengthens = config.optimizer, config.train.epochs_compensation == "auto"
     if lengthens and optimizer.noise_scale is None:
         yield (
@@ -294,9 +308,9 @@ def _of_scaling(config: ExperimentConfig) -> Iterator[str]:
 
 
 def config_warnings(config: ExperimentConfig, begins: bool) -> Iterator[str]:
-    """What a configuration does that its author may not expect.
+    """Yields warnings about what a configuration does that its author may not expect.
 
-    Args: begins: the weights are fresh or those of model.pretrained, not of a checkpoint.
+    Args: begins: the weights are new or those of model.pretrained, not those of a checkpoint.
     """
     if begins and not config.model.pretrained:
         remedy = "set model.pretrained to a weight file or the output_dir of a run"
@@ -307,34 +321,36 @@ def config_warnings(config: ExperimentConfig, begins: bool) -> Iterator[str]:
                 f"optimizer.layer_decay: {config.optimizer.layer_decay:g} slows down the layers "
                 f"near the image, which are randomly initialised; {remedy}"
             )
-    sizes, own = config.train.multi_scale, config.model.image_size
+    sizes, image_size = config.train.multi_scale, config.model.image_size
     areas = [height * width for height, width in sizes]
-    if areas and not min(areas) <= own[0] * own[1] <= max(areas):
-        least, most = (
-            "{}x{}".format(*of(sizes, key=lambda size: size[0] * size[1])) for of in (min, max)
+    if areas and not min(areas) <= image_size[0] * image_size[1] <= max(areas):
+        smallest, largest = (
+            "{}x{}".format(*choose(sizes, key=lambda size: size[0] * size[1]))
+            for choose in (min, max)
         )
         yield (
-            f"train.multi_scale trains on images of {least} to {most} pixels, model.image_size: "
-            f"{own[0]}x{own[1]} evaluates on others; set train.multi_scale to sizes around it, or "
-            "to []"
+            f"train.multi_scale trains on images of {smallest} to {largest} pixels, "
+            f"model.image_size: {image_size[0]}x{image_size[1]} evaluates on others; set "
+            "train.multi_scale to sizes around it, or to []"
         )
-    epochs, written = math.ceil(config.train.epochs), config.data.augment
-    if written.mosaic_whole and not written.mosaic:
+    epochs, configured = math.ceil(config.train.epochs), config.data.augment
+    if configured.mosaic_whole and not configured.mosaic:
         yield (
             "data.augment.mosaic_whole: true has no effect without data.augment.mosaic, the chance "
             "of a mosaic"
         )
-    window = written.combine_epochs
+    window = configured.combine_epochs
     if window == (0, 1) and isinstance(window[1], int) and epochs > 1:
         yield (
             "data.augment.combine_epochs: [0, 1] means the first epoch only; for the whole run "
             "write [0.0, 1.0] or null"
         )
-    augment = written.with_epoch_scale(config.train.phases_factor)
+    augment = configured.with_epoch_scale(config.train.phases_factor)
     by_epoch = [augment.in_epoch(epoch, epochs) for epoch in range(epochs)]
+    # The phases may leave no epoch to an augmentation although each key is valid by itself.
     for name in COMBINES:
         chance = getattr(augment, name)
-        if chance and not any(getattr(one, name) for one in by_epoch):
+        if chance and not any(getattr(stage, name) for stage in by_epoch):
             yield (
                 f"data.augment.{name}: {chance:g} never acts: combine_epochs, close_mosaic_epochs "
                 f"and plain_epochs leave none of the {epochs} epochs to it"
@@ -342,15 +358,17 @@ def config_warnings(config: ExperimentConfig, begins: bool) -> Iterator[str]:
 
 
 def experiment_of(tree: Mapping[str, Any], *, trusted: bool = False) -> ExperimentConfig:
-    """The configuration that plain data describe, as `model_dump` gives them.
+    """Builds the configuration that plain data describe, as `model_dump` gives them.
 
-    Those of an earlier version have keys that are gone: see `without_removed`.
+    Removed keys of earlier versions are handled as in `without_removed`.
+
     Args: trusted: plugins that they name are imported; see config/plugins.py.
-    Raises: pydantic.ValidationError: they do not; ConfigError: a plugin that they need fails.
+    Raises: pydantic.ValidationError: they describe none; ConfigError: a plugin that they name
+        cannot be used.
     """
     problems: list[Problem] = []
     nodes = tree_of(dict(tree), Place("the configuration"))
-    schema = ExperimentConfig.opened(nodes, problems, stored=not trusted)
+    schema = ExperimentConfig.open_plugins(nodes, problems, stored=not trusted)
     opened = cast(type[ExperimentConfig], schema)
     nodes = without_removed(nodes, opened, problems, stored=True)
     if problems:
@@ -375,8 +393,8 @@ def load_config(path: str | Path, overrides: Overrides = ()) -> ExperimentConfig
     return parse_config(path, override_items(overrides), ExperimentConfig, defaults)
 
 
-def changed(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:
-    """The configuration with other values, checked again."""
+def apply_overrides(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:
+    """Returns the configuration with other values, checked again."""
     if not overrides:
         return config
     return parse_plain(config.model_dump(mode="json"), "config", overrides, ExperimentConfig)

@@ -11,7 +11,7 @@ INT8_LOSS = 0.02  # mAP
 
 
 class ExportOptions(Section):
-    """What an export writes, and how it is checked."""
+    """Files that an export writes, and how they are checked."""
 
     formats: tuple[Literal["paddle", "onnx", "openvino"], ...] = Field(
         default=("paddle",),
@@ -46,7 +46,8 @@ class ExportOptions(Section):
     )
 
     @model_validator(mode="after")
-    def _exist_together(self) -> "ExportOptions":
+    def _check_formats(self) -> "ExportOptions":
+        """Refuses int8 without the ONNX model that it is a form of."""
         if self.int8 and not {"onnx", "openvino"} & {*self.formats}:
             raise ValueError("int8 is a form of the ONNX model: add onnx to formats")
         return self

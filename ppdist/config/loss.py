@@ -8,7 +8,7 @@ from ppdist.config.section import Section
 
 
 class PPYOLOELossConfig(Section):
-    """Assignment and gains."""
+    """Assignment and weights of PP-YOLOE's loss."""
 
     name: Literal["ppyoloe"] = Field(default="ppyoloe", description="that of the model")
     static_assigner_epochs: float = Field(
@@ -53,7 +53,7 @@ class PPYOLOELossConfig(Section):
 
 
 class YOLOv5LossConfig(Section):
-    """Matching and gains."""
+    """Matching and weights of YOLOv5's loss."""
 
     name: Literal["yolov5"] = Field(default="yolov5", description="that of the model")
     box_gain: float = Field(
@@ -80,7 +80,7 @@ class YOLOv5LossConfig(Section):
 
 
 class RTDETRLossConfig(Section):
-    """Hungarian matching and gains."""
+    """Hungarian matching and weights of RT-DETR's loss."""
 
     name: Literal["rtdetr"] = Field(default="rtdetr", description="that of the model")
     classification: Literal["varifocal", "mal"] = Field(
@@ -96,7 +96,7 @@ class RTDETRLossConfig(Section):
 
 
 class ClassificationLossConfig(Section):
-    """Cross entropy."""
+    """Cross entropy of image classes."""
 
     name: Literal["yolov5_cls"] = Field(
         default="yolov5_cls", description="cross entropy of one class per image"

@@ -46,37 +46,39 @@ class Equivalent(NamedTuple):
     instead: str = ""
 
     def in_config(self, value: str, sign: str) -> str:
-        """What to write in a file (`: `) or after -o (`=`)."""
-        ours = _as_list(self._ours(value))
-        return self._answer(f"{self.key}{sign}{ours}" if ours else self.key, value)
+        """Says what to write in a file (`: `) or after -o (`=`)."""
+        translated = _as_list(self._translate(value))
+        return self._answer(f"{self.key}{sign}{translated}" if translated else self.key, value)
 
     def on_command_line(self, command: str, value: str) -> str:
-        """What to write behind `ppdist COMMAND`."""
-        ours = self._ours(value)
+        """Says what to write after `ppdist COMMAND`."""
+        translated = self._translate(value)
         if command == "train" and self.option:
-            return self._answer(self.option.replace("{}", _as_words(ours)).rstrip(), value)
+            return self._answer(self.option.replace("{}", _as_words(translated)).rstrip(), value)
         says_what_to_type = not self.key and "`" in self.note
         if command != "train" and (self.key.startswith(_OF_TRAINING) or says_what_to_type):
             return "leave it out: it only applies to training"
         if command in _WITHOUT_DATA and self.key.startswith(("data.", "evaluate.")):
             return "leave it out: it only applies to data sets"
         if self.key and command in _WITH_KEYS:
-            item = f"{self.key}={_as_list(ours) or '...'}"
+            item = f"{self.key}={_as_list(translated) or '...'}"
             return self._answer(f"-o {shlex.quote(item)}", value)
         if self.note and not self.key and not self.option:
             return self._answer("", value)
         return f"leave it out; `ppdist {command} --help` lists the options"
 
-    def _ours(self, value: str) -> str:
+    def _translate(self, value: str) -> str:
+        """Returns our value for one of theirs."""
         return self.values.get(value.lower(), value)
 
     def _answer(self, written: str, value: str) -> str:
+        """Returns the answer: a text written for the value, a note, or "write `...`"."""
         if text := self.texts.get(value.lower()):
             return text
         is_translated = value.lower() in self.values
-        instead = self.instead if written and not is_translated else ""
-        if instead or not written:
-            return (instead or self.note).replace("{}", value or "...")
+        answer = self.instead if written and not is_translated else ""
+        if answer or not written:
+            return (answer or self.note).replace("{}", value or "...")
         return f"write `{written}`" + (f" ({self.note})" if self.note and not is_translated else "")
 
 
@@ -84,6 +86,7 @@ _SEVERAL = re.compile(r"[\[(]? *(\d+(?: *[,x] *\d+)+) *[\])]?")  # 640,480  [640
 
 
 def _numbers(value: str) -> list[str]:
+    """Splits several numbers, as in `640,480`; returns none for other values."""
     several = _SEVERAL.fullmatch(value)
     return re.split(r" *[,x] *", several[1]) if several else []
 
@@ -107,7 +110,7 @@ _WITHOUT_DATA = ("predict", "export", "convert")
 
 
 class Table(NamedTuple):
-    """Content of migration.yml, by what was typed."""
+    """Content of migration.yml, keyed by what users type."""
 
     keys: Mapping[str, Equivalent]
     words: Mapping[str, Equivalent]
@@ -117,27 +120,27 @@ class Table(NamedTuple):
 
 @cache
 def table() -> Table:
-    """migration.yml, read when a user typed a foreign option."""
+    """Reads migration.yml, once a user has typed a foreign option."""
     file = Path(__file__).with_suffix(".yml")
-    found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
     keys = {
-        name: Equivalent(owner, **({"key": each} if isinstance(each, str) else each))
-        for owner, rows in found["keys"].items()
-        for name, each in rows.items()
+        name: Equivalent(owner, **({"key": row} if isinstance(row, str) else row))
+        for owner, rows in content["keys"].items()
+        for name, row in rows.items()
     }
-    words = {name: each for name, each in keys.items() if each.owner in (ULTRA, OTHERS)}
-    for owner, rows in found["words"].items():
-        for name, each in rows.items():
-            given = {"key": each} if isinstance(each, str) else each
-            words[name] = keys[given["same"]] if "same" in given else Equivalent(owner, **given)
-    return Table(keys, words, found["commands"], found["python"])
+    words = {name: key for name, key in keys.items() if key.owner in (ULTRA, OTHERS)}
+    for owner, rows in content["words"].items():
+        for name, row in rows.items():
+            fields = {"key": row} if isinstance(row, str) else row
+            words[name] = keys[fields["same"]] if "same" in fields else Equivalent(owner, **fields)
+    return Table(keys, words, content["commands"], content["python"])
 
 
 _NOT_RESUMED = (".pt", ".pth", ".pdparams", ".onnx")
 
 
 def answer_key(path: Sequence[str | int], node: Node) -> str:
-    """What to write for an unknown key; "": unknown everywhere.
+    """Says what to write instead of a foreign key; "" if no trainer has it.
 
     Args: node: its value.
     """
@@ -145,32 +148,33 @@ def answer_key(path: Sequence[str | int], node: Node) -> str:
     while isinstance(value.value, dict) and len(value.value) == 1:  # -o TrainReader.batch_size=8
         (name, below), *_ = value.value.items()
         key, value = f"{key}.{name}", below
-    known = table().keys
-    while key not in known:
+    keys_of_others = table().keys
+    # A key below one that is foreign is foreign, too: TrainReader.batch_transforms.0.size.
+    while key not in keys_of_others:
         key, dot, _ = key.rpartition(".")
         if not dot:
             return ""
-    equivalent = known[key]
+    equivalent = keys_of_others[key]
     plain = "" if isinstance(value.value, dict | list) else value.text
-    told = equivalent.in_config(plain, ": " if node.place.line else "=")
-    return f"{key} is a key of {equivalent.owner}; {told}"
+    advice = equivalent.in_config(plain, ": " if node.place.line else "=")
+    return f"{key} is a key of {equivalent.owner}; {advice}"
 
 
 def our_key(name: str) -> str:
-    """Returns our key for a key or an option of another trainer; "": unknown."""
+    """Returns our key for a key or an option of another trainer; "": there is none."""
     equivalent = table().keys.get(name) or table().words.get(name)
     return "" if equivalent is None else equivalent.key
 
 
 def our_value(key: str, value: str) -> str:
-    """Returns our name for another trainer's value of one of our keys; "": unknown."""
+    """Returns our name for another trainer's value of one of our keys; "": there is none."""
     rows = (*table().keys.values(), *table().words.values())
     names = (row.values.get(value.lower(), "") for row in rows if row.key == key)
     return next(filter(None, names), "")
 
 
 class _Word(NamedTuple):
-    """A word of a command line, with its value; is_item: it stands behind -o."""
+    """A word of a command line, with its value; is_item: it follows -o."""
 
     typed: str
     name: str
@@ -179,41 +183,46 @@ class _Word(NamedTuple):
 
 
 def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) -> None:
-    """Refuses other trainers' words on our command line.
+    """Refuses words of other trainers on our command line, with what to write for each.
 
     Args:
-        words: what follows the command.
-        unknown: options, with their dashes, that it lacks.
-    Raises: ConfigError: there are some; it says what to write for each.
+        words: the command line after the command.
+        unknown: options, with their dashes, that the command does not have.
+    Raises: ConfigError: there are such words.
     """
-    asked: list[_Word] = []
-    behind_o = False
-    leading = True  # none of our options that take name=value has come, or the last takes files
+    foreign_words: list[_Word] = []
+    after_override = False
+    # Until one of our options comes that takes name=value; also after the one that takes files.
+    may_be_foreign = True
     for at, word in enumerate(words):
         name, equals, value = word.partition("=")
         if word.startswith("-"):
-            leading, behind_o = name == _OPTION_OF_FILES, word in ("-o", "--override")
+            may_be_foreign, after_override = name == _OPTION_OF_FILES, word in ("-o", "--override")
             if not equals:
-                value = _following(words[at + 1 :])
+                value = _option_value(words[at + 1 :])
             foreign = name in unknown or is_weights_as_model(command, name[2:], value)
         else:
-            foreign = bool(equals) and not behind_o and (leading or word in unknown)
+            foreign = bool(equals) and not after_override and (may_be_foreign or word in unknown)
             foreign = foreign and not os.path.exists(word)
         name = name.lstrip("-").replace("-", "_")
-        item = behind_o and bool(equals)
+        item = after_override and bool(equals)
         if foreign or item:
             typed = word if equals else f"{word} {value}".strip()
-            asked.append(_Word(typed, name, value, item))
+            foreign_words.append(_Word(typed, name, value, item))
     lines = [
-        f"{each.typed}: {answer}"
-        for each in _one_folder(asked)
-        if (answer := _answer(command, each.name, each.value, item=each.is_item))
+        f"{foreign_word.typed}: {answer}"
+        for foreign_word in _join_folder(foreign_words)
+        if (
+            answer := _answer(
+                command, foreign_word.name, foreign_word.value, item=foreign_word.is_item
+            )
+        )
     ]
     if lines:
         raise ConfigError("\n  ".join(lines), code="foreign_option")
 
 
-def _one_folder(words: list[_Word]) -> list[_Word]:
+def _join_folder(words: list[_Word]) -> list[_Word]:
     """Joins `project` and `name` of ultralytics, which are two parts of one folder."""
     parts = {word.name: word for word in words if not word.is_item}
     if not {"project", "name"} <= {*parts}:
@@ -224,7 +233,7 @@ def _one_folder(words: list[_Word]) -> list[_Word]:
     return [joined, *(word for word in words if word not in (project, name))]
 
 
-def _following(words: Sequence[str]) -> str:
+def _option_value(words: Sequence[str]) -> str:
     """Returns the value of an option: the next word, or the next numbers with commas."""
     numbers = [*takewhile(str.isdecimal, words)]
     if numbers or not words:
@@ -233,26 +242,28 @@ def _following(words: Sequence[str]) -> str:
 
 
 def _answer(command: str, name: str, value: str, *, item: bool) -> str:
-    """What to write for a word; "": unknown everywhere.
+    """Says what to write instead of a word; "" if no trainer has it.
 
-    Args: item: of -o; only items that are not configuration keys are answered.
+    Args: item: the word follows -o, where only words that are no configuration keys are answered.
     """
     for owner, texts in table().commands.get(command, {}).items():
         if name in texts and (not item or owner == PADDLE):
             return f"an option of {owner}; {texts[name].replace('{}', value or '...')}"
-    found = table().words.get(name)
-    if item or found is None:
+    equivalent = table().words.get(name)
+    if item or equivalent is None:
         return ""
-    told = _of_model(value) if command == "train" and name == "model" else ""
-    return f"an option of {found.owner}; {told or found.on_command_line(command, value)}"
+    advice = _explain_model(value) if command == "train" and name == "model" else ""
+    return (
+        f"an option of {equivalent.owner}; {advice or equivalent.on_command_line(command, value)}"
+    )
 
 
 class ForeignName(ConfigError, AttributeError):
-    """An attribute that objects of other trainers have."""
+    """Error about an attribute that objects of other trainers have."""
 
 
 class ForeignArgument(ConfigError, TypeError):
-    """An argument or an index that other trainers take."""
+    """Error about an argument or an index that other trainers take."""
 
 
 def refuse_name(owner: str, name: str, *, imports: bool = False) -> None:
@@ -322,7 +333,7 @@ def answering(
 
 
 def _argument(command: str, name: str, value: object, parameters: Container[str]) -> str:
-    """Says what to write in Python instead of an argument; "": no trainer knows it."""
+    """Says what to write in Python instead of an argument; "" if no trainer has it."""
     values = value if isinstance(value, list | tuple) else (value,)
     text = ",".join(map(str, values))
     answer = table().python["arguments"].get(command, {}).get(name)
@@ -367,7 +378,10 @@ def _literal(words: Sequence[str]) -> str:
 
 
 def refuse_weights(value: str) -> None:
-    """Raises: ConfigError: weights where `train --resume` takes a run or a checkpoint."""
+    """Refuses a weight file where `train --resume` takes a run or a checkpoint.
+
+    Raises: ConfigError: it is one.
+    """
     if value.endswith(_NOT_RESUMED):
         raise ConfigError(
             "--resume takes a run or a checkpoint, not a weight file",
@@ -378,12 +392,12 @@ def refuse_weights(value: str) -> None:
 
 
 def is_weights_as_model(command: str, name: str, value: object) -> bool:
-    """Whether it is ultralytics' `yolov5n.pt`, model and weights in one, where a recipe goes."""
+    """Returns True for ultralytics' `yolov5n.pt`, model and weights in one, where a recipe goes."""
     return (command, name) == ("train", "model") and f"{value}".endswith(".pt")
 
 
-def _of_model(value: str) -> str:
-    """What `model=yolov5n.pt` is in `ppdist train`."""
+def _explain_model(value: str) -> str:
+    """Says what `model=yolov5n.pt` is in `ppdist train`."""
     path = PurePath(value)
     name = path.stem if path.suffix in (".pt", ".yaml", ".yml") else value
     name = name.replace("-", "_")  # rtdetr-l
@@ -392,24 +406,24 @@ def _of_model(value: str) -> str:
             f"write `ppdist train -c {name}_imagenet --eval -o data.root=FOLDER "
             "model.num_classes=N`, of folders of images, one for each class"
         )
-    if find_config(name) == name:  # none that ships
-        known = "`--model yolov5n`, `--model dfine_s`, ... (ppdist config list)"
-        return f"ppdist trains YOLOv5, PP-YOLOE, RT-DETR and D-FINE: {known}"
+    if find_config(name) == name:  # no shipped config has this name
+        examples = "`--model yolov5n`, `--model dfine_s`, ... (ppdist config list)"
+        return f"ppdist trains YOLOv5, PP-YOLOE, RT-DETR and D-FINE: {examples}"
     start = f" --weights {name}_coco" if path.suffix == ".pt" else ""
     return f"write `DATA --model {name}{start}`"
 
 
 def is_data_yaml(tree: Node) -> bool:
-    """Whether a file is a data.yaml of ultralytics or Roboflow."""
+    """Returns True if the file is a data.yaml of ultralytics or Roboflow."""
     keys = tree.value if isinstance(tree.value, dict) else {}
     named = "names" in keys or ("nc" in keys and "backbone" not in keys)
     return named and any(key in keys for key in ("train", "val", "valid", "path"))
 
 
 def refuse_file(tree: Node, path: str) -> None:
-    """Answers files of other trainers behind -c.
+    """Refuses files of other trainers after -c, with what to do instead.
 
-    Args: tree: of the file alone, as `Reader.read_alone` gives it.
+    Args: tree: of the file without its `_BASE_`, as `Reader.read_alone` reads it.
     Raises: ConfigError: it is one; it says what to do with it.
     """
     keys = tree.value if isinstance(tree.value, dict) else {}
@@ -432,11 +446,14 @@ def refuse_file(tree: Node, path: str) -> None:
         return
     bases = keys.get(BASE_KEY)
     listed = bases.value if bases is not None and isinstance(bases.value, list) else []
-    known = table().keys
-    theirs = [name for name in keys if name in known and known[name].owner == PADDLE]
-    if len(theirs) < 2 and not any("runtime.yml" in str(base.value) for base in listed):
+    keys_of_others = table().keys
+    paddle_keys = [
+        name for name in keys if name in keys_of_others and keys_of_others[name].owner == PADDLE
+    ]
+    # One such key may be chance or a typing error; all of theirs have runtime.yml as a base file.
+    if len(paddle_keys) < 2 and not any("runtime.yml" in str(base.value) for base in listed):
         return
-    lines = [answer_key((name,), keys[name]) for name in theirs]
+    lines = [answer_key((name,), keys[name]) for name in paddle_keys]
     raise ConfigError(
         "is a configuration of PaddleDetection, which ppdist does not read:\n  "
         + "\n  ".join([*lines, "its PP-YOLOE and RT-DETR recipes ship: `ppdist config list`"]),

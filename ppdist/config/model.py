@@ -12,8 +12,8 @@ _Side = Annotated[float, Field(gt=0)]
 _Anchor = tuple[_Side, _Side]
 
 
-def _square(size: object) -> object:
-    """One number is a square; a list becomes a tuple."""
+def _to_pair(size: object) -> object:
+    """Turns one number into a square, and a list into a tuple."""
     if isinstance(size, int) and not isinstance(size, bool):
         return size, size
     return tuple(size) if isinstance(size, list) else size
@@ -22,7 +22,7 @@ def _square(size: object) -> object:
 # Keys that the families share.
 ImageSize = Annotated[
     tuple[int, int],
-    BeforeValidator(_square),
+    BeforeValidator(_to_pair),
     WithJsonSchema(
         {
             "anyOf": [
@@ -61,9 +61,9 @@ Activation = Annotated[
 ]
 
 
-# What PP-YOLOE and YOLOv5 change on few images, measured in docs/dev/few_images.md.  Their recipes
-# for COCO learn next to nothing in the few steps of such a run: SGD is slow to begin, YOLOv5's
-# average is of 2000 steps, and its biases and momentum warm up for as long.
+# Changes of PP-YOLOE's and YOLOv5's recipes for few images, measured in docs/dev/few_images.md.
+# The recipes for COCO learn next to nothing in the few steps of such a run: SGD is slow to begin,
+# YOLOv5 averages over 2000 steps, and its biases and momentum warm up for as long.
 _FEW_IMAGES: Mapping[str, Any] = {
     "optimizer.name": "adamw",
     "optimizer.nesterov": False,
@@ -107,7 +107,7 @@ class DetectorConfig(Section):
 
 
 class PPYOLOEConfig(Section):
-    """Which PP-YOLOE."""
+    """Size and parts of a PP-YOLOE."""
 
     task: ClassVar[Task] = "detect"
     few_images: ClassVar[Mapping[str, Any]] = _FEW_IMAGES
@@ -155,12 +155,13 @@ class PPYOLOEConfig(Section):
 
     @property
     def needs_nms(self) -> bool:
-        """Whether predictions of one object overlap, so that they need suppression."""
+        """Returns True if predictions of one object overlap, so that they need suppression."""
         return not self.one_to_one
 
     @field_validator("body")
     @classmethod
-    def _body_has_parts(cls, body: str, info: ValidationInfo) -> str:
+    def _check_body(cls, body: str, info: ValidationInfo) -> str:
+        """Refuses parts that the body of YOLOv5 does not have."""
         if body == "yolov5" and info.data.get("levels", "P3-P5") not in YOLOV5_LEVELS:
             raise ValueError(
                 f"yolov5 has the levels {' or '.join(YOLOV5_LEVELS)}, levels is "
@@ -175,7 +176,7 @@ class PPYOLOEConfig(Section):
 
 
 class YOLOv5Config(Section):
-    """Which YOLOv5."""
+    """Size and parts of a YOLOv5."""
 
     task: ClassVar[Task] = "detect"
     needs_nms: ClassVar[bool] = True
@@ -207,7 +208,8 @@ class YOLOv5Config(Section):
 
     @field_validator("anchors")
     @classmethod
-    def _one_row_per_level(cls, anchors: tuple | None, info: ValidationInfo) -> tuple | None:
+    def _check_anchor_levels(cls, anchors: tuple | None, info: ValidationInfo) -> tuple | None:
+        """Refuses anchors of another number of levels than the size has."""
         levels = 4 if str(info.data.get("size", "")).endswith("6") else 3
         if anchors is not None and "size" in info.data and len(anchors) != levels:
             raise ValueError(
@@ -217,7 +219,7 @@ class YOLOv5Config(Section):
 
 
 class YOLOv5ClsConfig(Section):
-    """Which YOLOv5 classifier."""
+    """Size and parts of a YOLOv5 classifier."""
 
     task: ClassVar[Task] = "classify"
     needs_nms: ClassVar[bool] = False
@@ -251,7 +253,7 @@ RTDETR_SIZES = {
 
 
 class RTDETRConfig(Section):
-    """Which RT-DETR, RT-DETRv2 or D-FINE."""
+    """Size and parts of an RT-DETR, RT-DETRv2 or D-FINE."""
 
     task: ClassVar[Task] = "detect"
     needs_nms: ClassVar[bool] = False
@@ -296,12 +298,13 @@ class RTDETRConfig(Section):
 
     @property
     def network(self) -> tuple[str, ...]:
-        """The network that weights are of: rtdetr and rtdetrv2 share one."""
+        """Names the network that weights belong to: rtdetr and rtdetrv2 share one."""
         return self.name, "dfine" if self.variant == "dfine" else "rtdetr", self.size
 
     @field_validator("size")
     @classmethod
-    def _of_variant(cls, size: str, info: ValidationInfo) -> str:
+    def _check_size(cls, size: str, info: ValidationInfo) -> str:
+        """Refuses sizes that the variant does not have."""
         variant = info.data.get("variant")
         if variant is not None and size not in RTDETR_SIZES[variant]:
             raise ValueError(f"{variant} has the sizes {', '.join(RTDETR_SIZES[variant])}")

@@ -29,7 +29,7 @@ class ParameterGroupConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """How gradients become weights."""
+    """The optimizer and its hyper-parameters."""
 
     name: Literal["momentum", "adamw"] = Field(
         default="momentum", description="momentum: SGD with momentum; adamw: decoupled decay."
@@ -89,7 +89,7 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """How the learning rate moves over a run."""
+    """Course of the learning rate over a run."""
 
     name: Literal["cosine", "flat_cosine", "linear", "step"] = Field(
         default="cosine",

@@ -8,7 +8,7 @@ from ppdist.config.section import Section
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written and how many stay."""
+    """Intervals of checkpoints, and how many stay."""
 
     every_epochs: float = Field(
         default=1.0, ge=0, description="Write one every N epochs; 0: only at the end."
@@ -51,7 +51,7 @@ class ShippedTracker(TrackerConfig):
 
 
 class LogConfig(Section):
-    """What a run says and how often."""
+    """Content and intervals of logs."""
 
     every_steps: int = Field(
         default=20,

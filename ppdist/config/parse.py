@@ -28,15 +28,17 @@ Overrides: TypeAlias = Sequence[str] | Mapping[str, Any]
 
 
 class Document(Section):
-    """A Section that is a whole file, or the part of one that is read alone."""
+    """A Section that is a whole file, or a part of one that is read by itself."""
 
     @classmethod
-    def opened(cls, tree: Node, problems: list[Problem], *, stored: bool = False) -> type[Section]:
-        """Returns this Section with the plugin parts that the tree names; see `open_section`."""
+    def open_plugins(
+        cls, tree: Node, problems: list[Problem], *, stored: bool = False
+    ) -> type[Section]:
+        """Returns this Section with the parts of plugins that the tree names."""
         return cls
 
     @classmethod
-    def completed(cls, tree: Node) -> Node:
+    def complete(cls, tree: Node) -> Node:
         """Adds implied keys to the tree before it is checked."""
         return tree
 
@@ -57,7 +59,9 @@ def parse_config(
     file = find_config(str(path))
     refuse_file(Reader().read_alone(file), file)  # before the files that it names are opened
     tree = reader.read_file(file)
-    return _parsed(tree, reader, file, overrides, schema, defaults, stored=is_stored(file))
+    return _parse_with_overrides(
+        tree, reader, file, overrides, schema, defaults, stored=is_stored(file)
+    )
 
 
 def parse_plain(
@@ -69,16 +73,16 @@ def parse_plain(
     *,
     stored: bool = False,
 ) -> SectionT:
-    """As `parse_config`, of plain data instead of a file.
+    """Reads plain data as any Section; like `parse_config`, without a file.
 
     Args: source: where it came from, for messages.  stored: see `without_removed`.
     """
     reader = Reader()
     node = reader.read_text(dump(dict(tree)), source)
-    return _parsed(node, reader, source, overrides, schema, defaults, stored=stored)
+    return _parse_with_overrides(node, reader, source, overrides, schema, defaults, stored=stored)
 
 
-def _parsed(
+def _parse_with_overrides(
     tree: Node,
     reader: Reader,
     source: str,
@@ -88,10 +92,12 @@ def _parsed(
     *,
     stored: bool,
 ) -> SectionT:
+    """Applies -o items and defaults to a tree, and builds its Section."""
     for item in overrides:
         node = reader.read_override(item)
         if node is not None:
             tree = merge(tree, node)
+    # Defaults go underneath: a file or an item that has the key wins.
     place = Place(source, 1, 1)
     given = {key: Node(value, place, place, value) for key, value in (defaults or {}).items()}
     tree = merge(Node(given, place, place), tree)
@@ -103,34 +109,36 @@ def parse_tree(
 ) -> SectionT:
     """Builds the Section described by files and -o items.
 
-    Args: problems: found in reading them.  stored: see `without_removed`.
+    Args: problems: those of reading them.  stored: see `without_removed`.
     Raises: ConfigError: as `parse_config`.
     """
-    found = [*problems]
-    opened = schema
+    errors = [*problems]
+    schema_with_plugins = schema
     if issubclass(schema, Document):
-        opened = cast(type[SectionT], schema.opened(tree, found, stored=stored))
-        tree = schema.completed(tree)
-    tree = without_removed(tree, opened, found, stored=stored)
+        schema_with_plugins = cast(type[SectionT], schema.open_plugins(tree, errors, stored=stored))
+        tree = schema.complete(tree)
+    tree = without_removed(tree, schema_with_plugins, errors, stored=stored)
     try:
-        config = _validate(tree, opened)
+        config = _validate(tree, schema_with_plugins)
     except ValidationError as error:
+        # Pydantic alone knows which keys take text, so numbers of -o become text after a first try.
         for path in numbers_for_text(error, tree):
             tree = _as_text(tree, path)
         try:
-            config = _validate(tree, opened)
+            config = _validate(tree, schema_with_plugins)
         except ValidationError as remaining:
-            reported = {problem.place for problem in found}
-            wrong = problems_of(remaining, tree, opened)
-            wrong = [problem for problem in wrong if problem.place not in reported]
-            raise problems_error([*found, *wrong]) from None
-    if found:
-        raise problems_error(found)
+            # What the reader could not convert, such as a value with a tag, fails here once more.
+            reported = {problem.place for problem in errors}
+            invalid = problems_of(remaining, tree, schema_with_plugins)
+            invalid = [problem for problem in invalid if problem.place not in reported]
+            raise problems_error([*errors, *invalid]) from None
+    if errors:
+        raise problems_error(errors)
     return config
 
 
 def _validate(tree: Node, schema: type[SectionT]) -> SectionT:
-    # Strict JSON rules are the ones YAML users expect: a list fills a tuple and 1 is a float, but
+    # Strict JSON rules are what YAML users expect: a list fills a tuple and 1 is a float, but
     # "3" is not a number, 1.5 not an integer, and 0 not false.
     return schema.model_validate_json(json.dumps(tree.plain()), strict=True)
 
@@ -150,12 +158,12 @@ def _as_text(tree: Node, path: Sequence[str | int]) -> Node:
 
 
 def dump_yaml(config: Section) -> str:
-    """YAML text with every key; reading it gives the same configuration."""
+    """Writes YAML text with every key; reading it gives the same configuration."""
     return dump(config.model_dump(mode="json"))
 
 
 def override_items(overrides: Overrides, above: str = "") -> list[str]:
-    """Overrides as items of -o."""
+    """Writes overrides as items of -o."""
     if not isinstance(overrides, Mapping):
         return [*overrides]
     items = []
@@ -168,15 +176,15 @@ def override_items(overrides: Overrides, above: str = "") -> list[str]:
 
 
 def on_resume(config: Section, key: str) -> OnResume | None:
-    """The note of a key or of its section; None: none."""
-    for part in key.split("."):
-        field = type(config).model_fields.get(part)
+    """Returns the note of a key or of its section; None if there is none."""
+    for name in key.split("."):
+        field = type(config).model_fields.get(name)
         if field is None:
             return None
         for note in field.metadata:
             if isinstance(note, OnResume):
                 return note
-        value = getattr(config, part)
+        value = getattr(config, name)
         if not isinstance(value, Section):
             return None
         config = value
@@ -184,12 +192,12 @@ def on_resume(config: Section, key: str) -> OnResume | None:
 
 
 def flattened(config: Section) -> dict[str, Any]:
-    """JSON values by key path: `train.amp.enabled`."""
+    """Returns JSON values by key path: `train.amp.enabled`."""
     return dict(leaves(config.model_dump(mode="json")))
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (key path, value); a list is one value."""
+    """Yields (key path, value) pairs; a list is one value."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")

@@ -45,11 +45,11 @@ _opened_packages: set[str] = set()
 
 
 def forget() -> None:
-    """Forgets what was named and imported so far, as in a new process."""
+    """Forgets the parts that were named and imported so far, as in a new process."""
     _named_by_user.clear()
     _opened_packages.clear()
-    _section.cache_clear()
-    _opened.cache_clear()
+    _import_section.cache_clear()
+    _open_schema.cache_clear()
 
 
 def packages() -> list[str]:
@@ -63,14 +63,14 @@ def packages() -> list[str]:
 def open_section(
     schema: type[SectionT], tree: Node, problems: list[Problem], *, stored: bool = False
 ) -> type[SectionT]:
-    """Makes the Section with the parts of other packages that the tree names.
+    """Derives a Section from `schema` with the parts of other packages that the tree names.
 
     Args:
-        problems: gets those of parts that cannot be used.
-        stored: ppdist wrote the tree; what -o adds is the user's all the same.
+        problems: receives one for each part that cannot be used.
+        stored: ppdist wrote the tree; what -o adds to it is the user's all the same.
     """
     parts: dict[str, list[str]] = {}
-    for key, place, node in _named(tree):
+    for key, place, node in _plugin_nodes(tree):
         if not is_plugin(node.value):
             continue
         target = str(node.value)
@@ -79,20 +79,22 @@ def open_section(
             if key == "model.body":
                 _opened_packages.add(package_of(target))
             else:
-                _section(key, target)
+                _import_section(key, target)
             parts.setdefault(key, []).append(target)
         except ConfigError as error:
             message = f"{place}: {error.what}" + (f"; {error.fix}" if error.fix else "")
             problems.append(Problem(node.place, message, error.code))
     if not parts:
         return schema
-    return cast(type[SectionT], _opened(schema, tuple((k, tuple(v)) for k, v in parts.items())))
+    return cast(
+        type[SectionT], _open_schema(schema, tuple((k, tuple(v)) for k, v in parts.items()))
+    )
 
 
-def _named(tree: Node) -> Iterator[tuple[str, str, Node]]:
-    """Yields (key of a kind, key path, value) of names that may be of another package."""
-    nothing = Node({}, tree.place, tree.place)
-    model, data, log = (tree.child(key) or nothing for key in ("model", "data", "log"))
+def _plugin_nodes(tree: Node) -> Iterator[tuple[str, str, Node]]:
+    """Yields (kind of part, key path, value) of the names that may be those of another package."""
+    empty = Node({}, tree.place, tree.place)
+    model, data, log = (tree.child(key) or empty for key in ("model", "data", "log"))
     for section, key in ((model, "model.name"), (model, "model.body"), (data, "data.format")):
         node = section.child(key.partition(".")[2])
         if node is not None:
@@ -106,6 +108,10 @@ def _named(tree: Node) -> Iterator[tuple[str, str, Node]]:
 
 
 def _require_trusted(target: str, stored: bool) -> None:
+    """Refuses a part that only a stored configuration names, unless its code is trusted.
+
+    Raises: ConfigError: it is not.
+    """
     if not stored:
         _named_by_user.add(target)
     elif target not in _named_by_user and os.environ.get(TRUST_VARIABLE) != "1":
@@ -117,98 +123,109 @@ def _require_trusted(target: str, stored: bool) -> None:
 
 
 @cache
-def _section(key: str, target: str) -> type[Section]:
-    """Imports the Section of a part, and calls it by its target.
+def _import_section(key: str, target: str) -> type[Section]:
+    """Imports the Section of a part and gives it the part's target as its tag.
 
-    Raises: ConfigError: it cannot be imported, or is none.
+    Raises: ConfigError: it cannot be imported, or is no such Section.
     """
     base = _BASES[key]
     section = load(target)
     _opened_packages.add(package_of(target))
     if not (isinstance(section, type) and issubclass(section, base)):
-        raise _invalid(target, f"is not a subclass of {base.__module__}.{base.__name__}")
+        raise _invalid_error(target, f"is not a subclass of {base.__module__}.{base.__name__}")
     for attribute in _NAMES[cast(Any, base)]:
         if not all(getattr(section, attribute, "").partition(":")):
-            raise _invalid(target, f'needs `{attribute}: ClassVar[str] = "package.module:Name"`')
-    called = _called(section, key.rpartition(".")[2], target)
+            raise _invalid_error(
+                target, f'needs `{attribute}: ClassVar[str] = "package.module:Name"`'
+            )
+    tagged = _with_tag(section, key.rpartition(".")[2], target)
 
-    def reduced(self: Section) -> tuple[Any, ...]:  # no module has the class by its name
-        return _read_again, (key, target, self.model_dump_json())
+    def reduce(self: Section) -> tuple[Any, ...]:  # no module has the class by its name
+        return _unpickle_section, (key, target, self.model_dump_json())
 
-    called.__reduce__ = reduced  # type: ignore[assignment]
-    return called
+    tagged.__reduce__ = reduce  # type: ignore[assignment]
+    return tagged
 
 
-def _read_again(key: str, target: str, text: str) -> Section:
+def _unpickle_section(key: str, target: str, text: str) -> Section:
     """Reads the Section that another process of this run sends."""
-    return _section(key, target).model_validate_json(text)
+    return _import_section(key, target).model_validate_json(text)
 
 
-def _invalid(target: str, fault: str) -> ConfigError:
+def _invalid_error(target: str, fault: str) -> ConfigError:
+    """Builds the error of a part that does not fit its kind."""
     return ConfigError(
         f"{target} {fault}", code="plugin_invalid", fix="docs/extend.md shows each kind"
     )
 
 
-def _called(section: type[Section], key: str, target: str) -> type[Section]:
-    """Makes the Section whose tag is the target."""
+def _with_tag(section: type[Section], key: str, target: str) -> type[Section]:
+    """Derives the Section whose tag is the target."""
     tag = "name" if key == "trackers" else key
     field = Field(default=target, description="the part of another package")
-    return _derived(section, {tag: (Literal.__getitem__(target), field)})
+    return _derive(section, {tag: (Literal.__getitem__(target), field)})
 
 
 @cache
-def _opened(schema: type[Any], parts: tuple[tuple[str, tuple[str, ...]], ...]) -> type[Any]:
+def _open_schema(schema: type[Any], parts: tuple[tuple[str, tuple[str, ...]], ...]) -> type[Any]:
+    """Derives the schema that accepts the parts; `parts` are targets by kind."""
     fields: dict[str, Any] = {}
     for key, targets in parts:
+        # A detector brings its loss, so that `loss.name` follows from `model.name`.
         if key == "model.name":
-            section = _section(key, targets[0])
+            section = _import_section(key, targets[0])
             loss = cast(type[DetectorConfig], section).loss_config
-            fields |= {"model": section, "loss": _called(loss, "name", targets[0])}
+            fields |= {"model": section, "loss": _with_tag(loss, "name", targets[0])}
+        # Only the shipped PP-YOLOE has a body to replace; another package's detector does not.
         elif key == "model.body" and "model" not in fields:
             body = PPYOLOEConfig.model_fields["body"]
             names = Literal.__getitem__((*choices(body.annotation), targets[0]))
-            fields["model"] = _derived(PPYOLOEConfig, {"body": (names, _of_type(names, body))})
+            fields["model"] = _derive(PPYOLOEConfig, {"body": (names, _copy_field(names, body))})
         elif key == "data.format":
-            fields["data"] = _section(key, targets[0])
+            fields["data"] = _import_section(key, targets[0])
         elif key == "log.trackers":
-            fields["log"] = _log(targets)
+            fields["log"] = _open_log(targets)
     used = {key: annotation for key, annotation in fields.items() if key in schema.model_fields}
-    return _derived(schema, {key: _noted(schema, key, section) for key, section in used.items()})
+    return _derive(schema, {key: _keep_note(schema, key, section) for key, section in used.items()})
 
 
-def _log(targets: tuple[str, ...]) -> type[Section]:
-    members: list[Any] = [ShippedTracker, *(_section("log.trackers", target) for target in targets)]
+def _open_log(targets: tuple[str, ...]) -> type[Section]:
+    """Derives the `log` section that accepts trackers of other packages."""
+    members: list[Any] = [
+        ShippedTracker,
+        *(_import_section("log.trackers", target) for target in targets),
+    ]
     tracker: Any = Annotated[
         reduce(lambda left, right: left | right, members), Field(discriminator="name")
     ]
     trackers = tuple[tracker, ...]
     field = LogConfig.model_fields["trackers"]
-    return _derived(LogConfig, {"trackers": (trackers, _of_type(trackers, field))})
+    return _derive(LogConfig, {"trackers": (trackers, _copy_field(trackers, field))})
 
 
-def _noted(schema: type[Any], key: str, annotation: Any) -> tuple[Any, Any]:
+def _keep_note(schema: type[Any], key: str, annotation: Any) -> tuple[Any, Any]:
     """Returns type and field of a key with its note of what a resumed run may change."""
     field = schema.model_fields[key]
     note = next((item for item in field.metadata if isinstance(item, OnResume)), None)
-    noted = annotation if note is None else Annotated[annotation, note]
-    return noted, _of_type(annotation, field)
+    with_note = annotation if note is None else Annotated[annotation, note]
+    return with_note, _copy_field(annotation, field)
 
 
-def _derived(schema: type[Any], fields: Mapping[str, Any]) -> type[Any]:
+def _derive(schema: type[Any], fields: Mapping[str, Any]) -> type[Any]:
+    """Derives a Section with other fields."""
     options: dict[str, Any] = {"__base__": schema, "__module__": schema.__module__}
     return create_model(schema.__name__, __doc__=schema.__doc__, **options, **fields)
 
 
-def _of_type(annotation: Any, field: FieldInfo) -> Any:
+def _copy_field(annotation: Any, field: FieldInfo) -> Any:
     """Copies default and description of a field to one of another type.
 
     A Section that is the default becomes one of that type: another would be refused.
     """
-    given: dict[str, Any] = {"description": field.description}
+    options: dict[str, Any] = {"description": field.description}
     if field.is_required():
-        return Field(**given)
+        return Field(**options)
     default = field.default
     if isinstance(default, Section) and isinstance(annotation, type):
         default = annotation()
-    return Field(default=default, **given)
+    return Field(default=default, **options)

@@ -18,7 +18,7 @@ class NormalisationSection(Section):
 
 
 class ResizeSection(Section):
-    """How images become inputs, and output boxes boxes of images."""
+    """Resizing of images to inputs, and the way back for boxes."""
 
     mode: Resize | Literal["centre_crop"] = Field(
         default="stretch",
@@ -59,7 +59,7 @@ _CENTRE_CROP = ResizeSection(mode="centre_crop", interpolation="linear")
 
 
 def resize_section(resize: Resize, task: Task = "detect") -> ResizeSection:
-    """The description of `data.resize`; whole images are always cropped."""
+    """Describes `data.resize` for other programs; classifiers always crop the centre."""
     if task == "classify":
         return _CENTRE_CROP
     if resize == "stretch_antialiased":

@@ -20,24 +20,24 @@ from typing import Any, NamedTuple
 
 from ppdist.config.errors import dotted
 from ppdist.config.schema import SectionType, field_at
-from ppdist.config.yaml import Node, Problem, found, merge, tree_of
+from ppdist.config.yaml import Node, Problem, describe_value, merge, tree_of
 
 _LOGGER = logging.getLogger("ppdist.config")
 
 
 class Removed(NamedTuple):
-    """A key, or a whole section, that is gone.
+    """A key, or a whole section, that was removed.
 
-    default: its old one, as JSON has it; of a section a mapping of its keys.
+    default: the old default, as JSON has it; of a section a mapping of its keys.
     hint: what to do instead, as half a sentence: `use x`, `leave it out: ...`.
     renamed: the key that has the same meaning now; it gets the value, whatever it is.
-    others: values that meant the same.
+    synonyms: other values that meant the same as the default.
     """
 
     default: Any
     hint: str
     renamed: str = ""
-    others: tuple[Any, ...] = ()
+    synonyms: tuple[Any, ...] = ()
 
 
 class GoneValue(NamedTuple):
@@ -63,7 +63,7 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
     "accuracy": Removed(
         None,
         "leave it out: float files equal the model; with int8 mAP is measured before and after",
-        others=(0,),
+        synonyms=(0,),
     ),
     "baselines": Removed({}, "leave it out: `ppdist tune show` has one table of all settings"),
     "checkpoint.on_every_host": Removed(
@@ -71,7 +71,7 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
         "leave it out: the first host of --ips has the checkpoints; put output_dir on storage that "
         "all hosts have, so that a job goes on without that host, too",
     ),
-    "distill.boxes.temperature": Removed(None, _TEMPERATURE, others=(10.0,)),
+    "distill.boxes.temperature": Removed(None, _TEMPERATURE, synonyms=(10.0,)),
     "distill.features.temperature": Removed(4.0, _TEMPERATURE),
     "distill.logits.temperature": Removed(1.0, _TEMPERATURE),
     "layout": Removed(
@@ -148,15 +148,16 @@ GONE_VALUES: Mapping[tuple[str, Any], GoneValue] = {  # by key path and value
     ),
 }
 
-_OF_RUNS = ("manifest.json", "environment.json")  # lie beside the config.yml of checkpoint and run
-_OF_EXPORTS = "infer.yml"
+# They lie beside the config.yml of a checkpoint and of a run.
+_RUN_FILES = ("manifest.json", "environment.json")
+_EXPORT_FILE = "infer.yml"
 
 
 def is_stored(file: str) -> bool:
-    """Whether ppdist wrote the file into a run, a checkpoint or an export."""
+    """Returns True if ppdist wrote the file into a run, a checkpoint or an export."""
     path = Path(file)
-    return path.name == _OF_EXPORTS or (
-        path.name == "config.yml" and any((path.parent / name).is_file() for name in _OF_RUNS)
+    return path.name == _EXPORT_FILE or (
+        path.name == "config.yml" and any((path.parent / name).is_file() for name in _RUN_FILES)
     )
 
 
@@ -173,20 +174,24 @@ def without_removed(
         for path, node in _nodes_at(tree, name.split(".")):
             if field_at(schema, path, tree) is not None or _is_ignored(schema, path):
                 continue
-            tree = _with(tree, path, None)
+            tree = _replace_node(tree, path, None)
+            # The new name wins where a tree has both, as -o on top of a file of an earlier version.
             if row.renamed:
-                tree = merge(_nested(row.renamed.split("."), node), tree)
-            elif not any(_equals(node.plain(), old) for old in (row.default, *row.others)):
-                _answer(path, node, row.hint, problems, stored=stored)
-    for (name, value), gone in GONE_VALUES.items():
+                tree = merge(_nest(row.renamed.split("."), node), tree)
+            elif not any(_equals(node.plain(), old) for old in (row.default, *row.synonyms)):
+                _report(path, node, row.hint, problems, stored=stored)
+    for (name, value), value_row in GONE_VALUES.items():
+        # From the last item of a list to the first, because dropping one moves those after it.
         for path, node in reversed([*_nodes_at(tree, name.split("."))]):
             if not _equals(node.plain(), value) or _is_ignored(schema, path):
                 continue
-            _answer(path, node, gone.hint, problems, stored=stored)
-            if gone.now is DROPPED:
-                tree = _with(tree, _dropped(path), None)
+            _report(path, node, value_row.hint, problems, stored=stored)
+            if value_row.now is DROPPED:
+                tree = _replace_node(tree, _dropped_path(path), None)
             else:
-                tree = _with(tree, path, replace(tree_of(gone.now, node.place), text=node.text))
+                tree = _replace_node(
+                    tree, path, replace(tree_of(value_row.now, node.place), text=node.text)
+                )
     return tree
 
 
@@ -205,15 +210,16 @@ def _nodes_at(
 
 
 def _is_ignored(schema: SectionType, path: Sequence[str | int]) -> bool:
+    """Returns True if the schema reads only some sections, and this key is in another."""
     return schema.model_config.get("extra") == "ignore" and path[0] not in schema.model_fields
 
 
-def _with(tree: Node, path: Sequence[str | int], new: Node | None) -> Node:
-    """Returns the tree with another node at a path; None: with none."""
+def _replace_node(tree: Node, path: Sequence[str | int], new: Node | None) -> Node:
+    """Returns the tree with another node at a path; None removes it."""
     head, *rest = path
     child = tree.child(head)
     assert child is not None
-    changed = _with(child, rest, new) if rest else new
+    changed = _replace_node(child, rest, new) if rest else new
     if isinstance(tree.value, list):
         items: list[Node | None] = [*tree.value]
         items[int(head)] = changed
@@ -223,38 +229,43 @@ def _with(tree: Node, path: Sequence[str | int], new: Node | None) -> Node:
     return replace(tree, value={key: node for key, node in keys.items() if node is not None})
 
 
-def _dropped(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Returns the path up to its last list item, which goes whole, or the whole path."""
+def _dropped_path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Returns the path up to its last list item, which is dropped whole, or else the path."""
     last = max((at for at, part in enumerate(path) if isinstance(part, int)), default=None)
     return path if last is None else path[: last + 1]
 
 
-def _nested(parts: Sequence[str], node: Node) -> Node:
+def _nest(parts: Sequence[str], node: Node) -> Node:
+    """Wraps a node in one mapping for each key of a path."""
     for part in reversed(parts):
         node = Node({part: node}, node.place, node.key_place)
     return node
 
 
 def _equals(value: Any, default: Any) -> bool:
-    """Compares with a default; of a section what is there counts."""
+    """Compares a value with a default; of a section, only the keys that are written count."""
     if isinstance(value, dict) and isinstance(default, dict):
         return all(key in default and _equals(value[key], default[key]) for key in value)
+    # In Python True == 1, but in a configuration a flag is no number.
     is_flag = isinstance(value, bool) or isinstance(default, bool)
     return bool(value == default) and (not is_flag or type(value) is type(default))
 
 
-def _answer(
+def _report(
     path: Sequence[str | int], node: Node, hint: str, problems: list[Problem], *, stored: bool
 ) -> None:
+    """Reports a removed key: an error where somebody typed it, a warning where it is stored."""
     key = dotted(path)
     if not stored or node.place.source.startswith("-o "):
         problems.append(
             Problem(
-                node.key_place, f"{key}: found {found(node)}, which is gone; {hint}", "removed_key"
+                node.key_place,
+                f"{key}: found {describe_value(node)}, which is gone; {hint}",
+                "removed_key",
             )
         )
     else:
-        _warn_once(f"{node.key_place}: {key}: {found(node)} no longer counts; {hint}")
+        _warn_once(f"{node.key_place}: {key}: {describe_value(node)} no longer counts; {hint}")
 
 
 @cache

@@ -10,7 +10,7 @@ Backend = Literal["paddle", "onnx", "openvino"]
 
 
 class RuntimeOptions(Section):
-    """How an exported model is run.
+    """Backend, device and precision in which an exported model is run.
 
     Nothing of `gpu` has been run: there was no card.
     """
@@ -36,7 +36,8 @@ class RuntimeOptions(Section):
     )
 
     @model_validator(mode="after")
-    def _exist_together(self) -> "RuntimeOptions":
+    def _check_combination(self) -> "RuntimeOptions":
+        """Refuses devices and precisions that the backend does not have."""
         if self.backend == "openvino" and self.device != "cpu":
             raise ValueError("backend openvino needs device cpu")
         on_cpu = self.device == "cpu"

@@ -26,7 +26,7 @@ _LIMITS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("multiple_of",
 
 
 def type_in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type in words: `whole number >= 1`, `list of text`."""
+    """Describes a type in words: `whole number >= 1`, `list of text`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_in_words(args[0], [*metadata, *args[1:]])
@@ -50,7 +50,8 @@ def type_in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _limits_in_words(metadata: Sequence[Any]) -> str:
-    # Inside of a list or tuple the limits still stand in the Field that states them.
+    """Describes limits: ` >= 1 and at most 3 long`; "" if there are none."""
+    # Within a list or tuple, pydantic leaves the limits in the Field that declares them.
     metadata = [
         limit
         for item in metadata
@@ -73,11 +74,12 @@ def _limits_in_words(metadata: Sequence[Any]) -> str:
 
 
 def _value_in_words(value: Any) -> str:
+    """Writes a value as users type it: text without quotes, else JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def choices(annotation: Any) -> list[str]:
-    """Every text that a Literal anywhere in the annotation allows."""
+    """Lists every text that a Literal anywhere in the annotation allows."""
     if get_origin(annotation) is Literal:
         return [arg for arg in get_args(annotation) if isinstance(arg, str)]
     if get_origin(annotation) is Annotated:
@@ -86,16 +88,16 @@ def choices(annotation: Any) -> list[str]:
 
 
 def sections_in(annotation: Any) -> list[SectionType]:
-    """The sections that a value of this type may be, in order."""
+    """Lists the sections that a value of this type may be, in order."""
     if isinstance(annotation, type) and get_origin(annotation) is None:
         return [annotation] if issubclass(annotation, BaseModel) else []
     return [section for arg in get_args(annotation) for section in sections_in(arg)]
 
 
-def fitting(sections: Sequence[SectionType], node: Node | None) -> list[SectionType]:
-    """The union members with the node's tag (`name: ppyoloe`), else all."""
+def matching_sections(sections: Sequence[SectionType], node: Node | None) -> list[SectionType]:
+    """Returns the union members that match the node's tag (`name: ppyoloe`), else all."""
 
-    def fits(section: SectionType) -> bool:
+    def matches(section: SectionType) -> bool:
         for key, field in section.model_fields.items():
             given = node.child(key) if node is not None else None
             if get_origin(field.annotation) is not Literal or given is None:
@@ -104,11 +106,11 @@ def fitting(sections: Sequence[SectionType], node: Node | None) -> list[SectionT
                 return False
         return True
 
-    return [section for section in sections if fits(section)] or list(sections)
+    return [section for section in sections if matches(section)] or list(sections)
 
 
 def owners(schema: SectionType, path: Sequence[str | int], tree: Node) -> list[SectionType]:
-    """Sections that own a path's last key (undecided union: several)."""
+    """Returns the sections that own a path's last key; several where a union is undecided."""
     current: list[SectionType] = [schema]
     node: Node | None = tree
     for part in path[:-1]:
@@ -117,12 +119,12 @@ def owners(schema: SectionType, path: Sequence[str | int], tree: Node) -> list[S
             fields = [s.model_fields[part] for s in current if part in s.model_fields]
             current = [section for field in fields for section in sections_in(field.annotation)]
         if len(current) > 1:
-            current = fitting(current, node)
+            current = matching_sections(current, node)
     return current
 
 
 def field_at(schema: SectionType, path: Sequence[str | int], tree: Node) -> FieldInfo | None:
-    """The field at a path (of a list item: its list)."""
+    """Returns the field at a path; for an item of a list, that of its list."""
     while path and isinstance(path[-1], int):
         path = path[:-1]
     for section in owners(schema, path, tree) if path else []:
@@ -132,7 +134,7 @@ def field_at(schema: SectionType, path: Sequence[str | int], tree: Node) -> Fiel
 
 
 def all_keys(schema: SectionType, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every key path that the schema knows, sections included, outermost first."""
+    """Yields every key path that the schema knows, sections included, outermost first."""
     for key, field in schema.model_fields.items():
         path = (*prefix, key)
         yield path

@@ -19,42 +19,43 @@ _CLONE_FOLDER = "configs"
 
 
 def folder() -> Path:
-    """Folder of the shipped configs, in the package or the clone."""
+    """Returns the folder of the shipped configs, in the package or the clone."""
     installed = _PACKAGE / _CLONE_FOLDER
     return installed if installed.is_dir() else _PACKAGE.parent / _CLONE_FOLDER
 
 
 def recipes() -> dict[str, Path]:
-    """Shipped experiments by name; no parts and no studies."""
+    """Lists the shipped experiments by name, without parts (`_base_`) and studies."""
     files = sorted(folder().rglob("*.yml"))
     kinds = {path: path.parent.name for path in files}
     return {path.stem: path for path in files if kinds[path] not in ("_base_", "studies")}
 
 
 def short_names() -> dict[str, str]:
-    """`ppyoloe_plus_s` -> `ppyoloe_plus_s_80e_coco`: recipes on COCO without their length."""
-    found = {name: _SHORT.match(name) for name in recipes()}
-    return {match[1]: name for name, match in found.items() if match}
+    """Maps short names of recipes on COCO, which leave out the length, to full ones."""
+    matches = {name: _SHORT.match(name) for name in recipes()}
+    return {match[1]: name for name, match in matches.items() if match}
 
 
 def find_config(path: str) -> str:
-    """The file behind a path or name; else the path itself.
+    """Finds the file behind a path or the name of a shipped config; returns other paths as they
+    are.
 
     Args: path: as typed for a config.
     """
     if os.path.exists(path) and not os.path.isdir(path):
         return path
-    words = path.removesuffix(".yml").removeprefix(f"{_CLONE_FOLDER}/")
-    if "/" in words:
-        shipped = folder() / f"{words}.yml"
-        inside = ".." not in shipped.parts and shipped.is_file()
-        return str(shipped) if inside else path
-    studies = {each.stem: each for each in (folder() / "studies").glob("*.yml")}
-    return str((studies | recipes()).get(short_names().get(words, words), path))
+    name = path.removesuffix(".yml").removeprefix(f"{_CLONE_FOLDER}/")
+    if "/" in name:
+        shipped = folder() / f"{name}.yml"
+        is_shipped = ".." not in shipped.parts and shipped.is_file()
+        return str(shipped) if is_shipped else path
+    studies = {file.stem: file for file in (folder() / "studies").glob("*.yml")}
+    return str((studies | recipes()).get(short_names().get(name, name), path))
 
 
 def near(path: str) -> list[str]:
-    """Names of shipped configs similar to this, best first."""
+    """Lists names of shipped configs similar to this one, best first, three at most."""
     word = Path(path).name.removesuffix(".yml")
     names = [*short_names(), *recipes()]
     extended = [name for name in names if name.startswith(f"{word}_")]

@@ -42,7 +42,8 @@ class Dimension(Section):
     choices: tuple[Any, ...] | None = Field(default=None, description="Any values of YAML.")
 
     @model_validator(mode="after")
-    def _is_one_or_the_other(self) -> "Dimension":
+    def _check_range(self) -> "Dimension":
+        """Refuses dimensions that are neither a range nor choices, or both."""
         ends = (self.low, self.high)
         if self.choices is not None:
             if not self.choices or ends != (None, None) or self.log or self.step:
@@ -57,13 +58,13 @@ class Dimension(Section):
         return self
 
     @property
-    def whole(self) -> bool:
-        """Whether all its numbers are whole."""
+    def is_integer(self) -> bool:
+        """Returns True if all its numbers are integers."""
         numbers = (self.low, self.high, *([self.step] if self.step else []))
         return all(isinstance(number, int) for number in numbers)
 
     def examples(self, in_grid: bool) -> list[Any]:
-        """Values to check: all of a grid, else choices or ends.
+        """Returns values to check: all of a grid, else the choices or the ends of the range.
 
         Raises: ValueError: as values.
         """
@@ -72,26 +73,26 @@ class Dimension(Section):
         return [self.low, self.high] if self.choices is None else list(self.choices)
 
     def values(self) -> list[Any]:
-        """All values, for a grid.
+        """Returns all values, for a grid.
 
         Raises: ValueError: they are infinite, or too many.
         """
         if self.choices is not None:
             return list(self.choices)
         assert self.low is not None and self.high is not None
-        step = self.step or (1 if self.whole and not self.log else None)
+        step = self.step or (1 if self.is_integer and not self.log else None)
         if step is None:
             raise ValueError("a grid needs {choices: [...]}, or from and to with a step")
         count = int((self.high - self.low) / step + 1e-9) + 1
         if count > _MOST_VALUES:
             raise ValueError(f"{count} values are too many for a grid")
         # 0.1 + 2 * 0.1 is a little more than 0.3.
-        found = [min(self.low + index * step, self.high) for index in range(count)]
-        return [each if isinstance(each, int) else float(f"{each:.12g}") for each in found]
+        numbers = [min(self.low + index * step, self.high) for index in range(count)]
+        return [n if isinstance(n, int) else float(f"{n:.12g}") for n in numbers]
 
 
 class PrunerConfig(Section):
-    """Which trials are not worth going on."""
+    """Rule by which trials without prospects end early."""
 
     name: Literal["none", "halving", "median"] = Field(
         default="none",
@@ -137,8 +138,8 @@ class StudyConfig(Document):
     processes: int = Field(default=1, gt=0, description="Of each trial, on a CPU.")
 
     @classmethod
-    def completed(cls, tree: Node) -> Node:
-        """`pruner: median` is short for `pruner: {name: median}`."""
+    def complete(cls, tree: Node) -> Node:
+        """Expands `pruner: median`, short for `pruner: {name: median}`."""
         pruner = tree.child("pruner")
         if pruner is None or not isinstance(pruner.value, str) or not isinstance(tree.value, dict):
             return tree
@@ -146,7 +147,8 @@ class StudyConfig(Document):
         return Node({**tree.value, "pruner": full}, tree.place, tree.key_place)
 
     @model_validator(mode="after")
-    def _fits(self) -> "StudyConfig":
+    def _check_sampler(self) -> "StudyConfig":
+        """Refuses keys that do not go with the sampler."""
         if self.sampler == "grid":
             if not (self.variants or self.space or self.seeds):
                 raise ValueError("sampler: grid: needs variants, space or seeds")
@@ -162,6 +164,7 @@ class StudyConfig(Document):
 
     @property
     def lower_is_better(self) -> bool:
+        """Returns True if a lower metric is better, as of losses."""
         return self.metric.endswith("loss")
 
 
@@ -179,30 +182,31 @@ def load_study(path: Path, overrides: tuple[str, ...] = ()) -> StudyConfig:
     study = study.model_copy(
         update={
             "name": study.name or path.stem,
-            "config": _config_of(study, path),
+            "config": _find_experiment(study, path),
             "overrides": (*study.overrides, *overrides),
         }
     )
     load_config(study.config, study.overrides)
     reader = Reader()
-    problems = list(_problems(study, reader.read_file(str(path))))
+    problems = list(_find_problems(study, reader.read_file(str(path))))
     if problems:
         raise problems_error(problems)
     return study
 
 
-def _config_of(study: StudyConfig, path: Path) -> str:
+def _find_experiment(study: StudyConfig, path: Path) -> str:
+    """Returns the experiment's path: as given, or beside the study's file if it is only there."""
     beside = path.parent / study.config
     return str(beside) if beside.exists() and not Path(study.config).exists() else study.config
 
 
-def _problems(study: StudyConfig, tree: Node) -> Iterator[Problem]:
-    """What of variants and space the experiment cannot take."""
-    bases: list[tuple[str, ...]] = []  # what values of the space come on top of
+def _find_problems(study: StudyConfig, tree: Node) -> Iterator[Problem]:
+    """Yields the variants and values of the space that the experiment refuses."""
+    bases: list[tuple[str, ...]] = []  # overrides of the variants, to which the space adds
     for name, items in study.variants.items():
-        place, wrong = _place(tree, "variants", name), _refused(study, items)
-        if wrong:
-            yield Problem(place, f"variants.{name}: {wrong}", "bad_variant")
+        place, refusal = _place(tree, "variants", name), _refusal(study, items)
+        if refusal:
+            yield Problem(place, f"variants.{name}: {refusal}", "bad_variant")
         else:
             bases.append(items)
     for key, dimension in study.space.items():
@@ -212,13 +216,15 @@ def _problems(study: StudyConfig, tree: Node) -> Iterator[Problem]:
         except ValueError as error:
             yield Problem(place, f"{name}: {error}", "bad_space")
             continue
-        tried = (_refused(study, (*b, item_of(key, v))) for v in values for b in bases or [()])
-        wrong = next(filter(None, tried), "")
-        if wrong:
-            yield Problem(place, f"{name}: {wrong}", "bad_space")
+        # Lazily, because each value is a configuration to check and the first refusal is enough.
+        refusals = (_refusal(study, (*b, item_of(key, v))) for v in values for b in bases or [()])
+        refusal = next(filter(None, refusals), "")
+        if refusal:
+            yield Problem(place, f"{name}: {refusal}", "bad_space")
 
 
-def _refused(study: StudyConfig, items: tuple[str, ...]) -> str:
+def _refusal(study: StudyConfig, items: tuple[str, ...]) -> str:
+    """Returns the message with which the experiment refuses overrides; "": it accepts them."""
     try:
         load_config(study.config, (*study.overrides, *items))
     except ConfigError as error:
@@ -227,6 +233,7 @@ def _refused(study: StudyConfig, items: tuple[str, ...]) -> str:
 
 
 def _place(tree: Node, *keys: str) -> Place:
+    """Returns the place of the last key of a path that the tree has."""
     node = tree
     for key in keys:
         node = node.child(key) or node
@@ -234,5 +241,5 @@ def _place(tree: Node, *keys: str) -> Place:
 
 
 def item_of(key: str, value: Any) -> str:
-    """`key=value` as -o takes it; JSON is YAML."""
+    """Writes `key=value` as -o takes it; JSON is YAML."""
     return f"{key}={json.dumps(value)}"

@@ -15,22 +15,23 @@ _BatchSize = Annotated[int, Field(gt=0)] | Literal["auto"]
 
 
 def max_micro_batch(images: int, micro_batches: int) -> int:
-    """Micro-batch size at which one step takes the whole set."""
+    """Returns the micro-batch size at which one step takes the whole set."""
     return max(1, -(-images // micro_batches))
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """What an optimizer step is made of, whatever the number of ranks.
+    """Division of an optimizer step into micro-batches, whatever the number of ranks.
 
     A micro-batch is one forward and backward pass and one batch-norm group.
 
     Attributes:
         total_batch: images of a step, a multiple of `images`.
-        images: of a micro-batch.
-        spread: every rank takes a share of each (`train.sync_bn`); False: one rank takes it whole.
-        speeds: of the ranks, relative, by which they share them; None: equal.  Training does not
-            depend on it.
+        images: number of images of a micro-batch.
+        spread: every rank takes a share of each micro-batch (`train.sync_bn`); False: one rank
+            takes all of it.
+        speeds: relative speeds of the ranks, by which they share micro-batches; None: equal.  What
+            is learned does not depend on them.
     """
 
     total_batch: int
@@ -40,61 +41,61 @@ class MicroBatches:
 
     @property
     def count(self) -> int:
-        """Micro-batches of a step."""
+        """Returns the number of micro-batches of a step."""
         return self.total_batch // self.images
 
     def per_rank(self, world: int) -> int:
-        """Most images of a pass on one of so many ranks."""
+        """Returns the largest number of images in a pass on one of `world` ranks."""
         return -(-self.images // world) if self.spread else self.images
 
     def takers(self, pieces: int, world: int) -> tuple[int, ...]:
-        """Rank of each micro-batch, or image of a spread one; see `takers`."""
+        """Returns the rank of each micro-batch, or of each image of a spread one; see `takers`."""
         return takers(pieces, self.speeds or (1.0,) * world)
 
     def shares(self, world: int) -> list[int]:
-        """Each rank's micro-batches in a full step, or images if spread."""
-        of_pieces = self.takers(self.images if self.spread else self.count, world)
-        return [of_pieces.count(rank) for rank in range(world)]
+        """Counts each rank's micro-batches in a full step, or its images of a spread one."""
+        owners = self.takers(self.images if self.spread else self.count, world)
+        return [owners.count(rank) for rank in range(world)]
 
-    def told(self, world: int) -> str:
-        """`3 micro-batches of 2 images, at most 2 a rank`."""
+    def describe(self, world: int) -> str:
+        """Describes the step, as in `3 micro-batches of 2 images, at most 2 a rank`."""
         plural = "es" * (self.count > 1)
-        told = f"{self.count} micro-batch{plural} of {self.images} image{'s' * (self.images > 1)}"
+        text = f"{self.count} micro-batch{plural} of {self.images} image{'s' * (self.images > 1)}"
         if world == 1:
-            return told
+            return text
         if self.speeds is not None and len(set(shares := self.shares(world))) > 1:
             what = "images of each" if self.spread else "of them"
-            return f"{told}, {min(shares)} to {max(shares)} {what} a rank (distributed.shares)"
+            return f"{text}, {min(shares)} to {max(shares)} {what} a rank (distributed.shares)"
         if self.spread:
-            return f"{told} over all ranks, at most {self.per_rank(world)} a rank"
+            return f"{text} over all ranks, at most {self.per_rank(world)} a rank"
         even = self.count % world == 0
-        return f"{told}, {'' if even else 'at most '}{-(-self.count // world)} a rank"
+        return f"{text}, {'' if even else 'at most '}{-(-self.count // world)} a rank"
 
 
 @lru_cache(maxsize=64)
 def takers(pieces: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """Rank of each equal piece of work, so that all end soonest.
+    """Assigns equal pieces of work to ranks so that all end soonest; returns the rank of each.
 
-    If there are enough, each rank has one.  The others go, one after the other, to the rank that
-    would end it first, of several to the lowest:
+    If there are enough, each rank has one.  The rest go, one after the other, to the rank that
+    would end first with it, of several to the lowest:
 
         argmin over r of (n_r + 1) / speed_r
 
     No other shares end sooner.  With equal speeds ranks take turns.
 
-    Args: speeds: of each rank, relative.
+    Args: speeds: relative speed of each rank.
     """
     world = len(speeds)
-    first = world if pieces >= world else 0
-    ends = [(((first > 0) + 1) / speed, rank) for rank, speed in enumerate(speeds)]
+    reserved = world if pieces >= world else 0
+    ends = [(((reserved > 0) + 1) / speed, rank) for rank, speed in enumerate(speeds)]
     heapq.heapify(ends)
-    taken, found = [int(first > 0)] * world, [*range(first)]
-    for _ in range(first, pieces):
+    loads, owners = [int(reserved > 0)] * world, [*range(reserved)]
+    for _ in range(reserved, pieces):
         _, rank = ends[0]
-        found.append(rank)
-        taken[rank] += 1
-        heapq.heapreplace(ends, ((taken[rank] + 1) / speeds[rank], rank))
-    return tuple(found)
+        owners.append(rank)
+        loads[rank] += 1
+        heapq.heapreplace(ends, ((loads[rank] + 1) / speeds[rank], rank))
+    return tuple(owners)
 
 
 class AmpConfig(Section):
@@ -243,7 +244,7 @@ class TrainConfig(Section):
         "three times at most. Raise it where single bad steps are known and harmless.",
     )
     ema: EMAConfig = Field(default=EMAConfig(), description="Averaged weights.")
-    # The last digits may change, no more than on another machine.
+    # FREE: the last digits of losses may change, no more than on another machine.
     cpu_convolutions: Annotated[Literal["auto", "plain"], OnResume.FREE] = Field(
         default="auto",
         description="On CPU only. auto: oneDNN computes convolutions, linear layers, layer norm "
@@ -254,26 +255,27 @@ class TrainConfig(Section):
 
     @field_validator("freeze", mode="before")
     @classmethod
-    def _some_part(cls, what: object) -> object:
-        if what in (0, [], ()) and what is not False:
-            raise ValueError(f"{what} freezes nothing; for that write null, or leave it out")
-        if isinstance(what, bool):
+    def _check_freeze(cls, freeze: object) -> object:
+        """Refuses values that freeze nothing or do not say which part."""
+        if freeze in (0, [], ()) and freeze is not False:
+            raise ValueError(f"{freeze} freezes nothing; for that write null, or leave it out")
+        if isinstance(freeze, bool):
             raise ValueError(
-                f"{str(what).lower()} does not say which part; write a number of stages of the "
+                f"{str(freeze).lower()} does not say which part; write a number of stages of the "
                 f"backbone, such as 2, or a list such as [backbone]; null freezes nothing"
             )
-        if isinstance(what, str):
-            raise ValueError(f"{what!r} is not a list; write [{what}]")
-        return tuple(what) if isinstance(what, list) else what  # strict: no list
+        if isinstance(freeze, str):
+            raise ValueError(f"{freeze!r} is not a list; write [{freeze}]")
+        return tuple(freeze) if isinstance(freeze, list) else freeze  # strict: no list
 
     @property
     def phases_factor(self) -> float:
-        """Epochs of the run / epochs that its phases were written for."""
+        """Returns epochs of the run / epochs that its phases were written for."""
         return self.epochs / (self.phases_for_epochs or self.epochs)
 
     @property
     def images_per_card(self) -> int:
-        """Images per rank and micro-step.
+        """Returns the images of a micro-batch on one rank.
 
         Raises: ConfigError: not resolved yet, which only a training run does.
         """
@@ -287,13 +289,14 @@ class TrainConfig(Section):
         return self.batch_size_per_card
 
     def micro_batches(self, world: int) -> MicroBatches:
-        """What a step of so many ranks is made of.
+        """Divides a step of `world` ranks into micro-batches.
 
-        Raises: ConfigError: `total_batch` is not to be had.
+        Raises: ConfigError: `total_batch` cannot be divided so.
         """
         batch = self.images_per_card
         total = self.total_batch or world * batch * self.accumulate_steps
-        if self.sync_bn:  # as few as can be; some ranks may take an image less than others
+        # With sync_bn as few micro-batches as possible; some ranks may take one image less.
+        if self.sync_bn:
             count = math.ceil(total / (world * batch))
             words = f"{count}, its micro-batches of {world} x {batch} images at most"
         else:
@@ -310,7 +313,7 @@ class TrainConfig(Section):
 
 
 class EarlyStoppingConfig(Section):
-    """Ends training before its last epoch."""
+    """Rule that ends training before its last epoch."""
 
     metric: Literal["mAP", "mAP50", "fitness", "f1", "top1", "top5", "val_loss"] | None = Field(
         default=None,

@@ -20,9 +20,9 @@ from ppdist.config.shipped import find_config, near
 
 BASE_KEY = "_BASE_"
 _TAG = "tag:yaml.org,2002:"
-_MOST_BYTES = 1 << 24  # of a file: 16 MiB
-_MOST_VALUES = 100_000  # of a file: ten lines of aliases can stand for more than memory holds
-_MOST_DIGITS = 1000  # of a whole number; what has more is a float, and too large for any key
+_MAX_FILE_BYTES = 1 << 24  # 16 MiB
+_MAX_VALUES = 100_000  # of a file: ten lines of aliases can stand for more than memory holds
+_MAX_DIGITS = 1000  # of an integer; what has more is a float, and too large for any key
 _INT = re.compile(r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)"
@@ -40,10 +40,11 @@ class Place(NamedTuple):
     column: int = 0
 
     def __str__(self) -> str:
+        """Writes `file:line:column`, or the -o item."""
         return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
 
     def order(self) -> tuple[bool, str, int, int]:
-        """Sort key: files before -o items, then by line."""
+        """Returns a sort key: files before -o items, then by line."""
         return (self.line == 0, self.source, self.line, self.column)
 
 
@@ -58,6 +59,7 @@ class Node:
     quoted: bool = False
 
     def child(self, part: str | int) -> "Node | None":
+        """Returns the value of a key or the item at an index; None if there is none."""
         if isinstance(self.value, dict) and isinstance(part, str):
             return self.value.get(part)
         if isinstance(self.value, list) and isinstance(part, int) and part < len(self.value):
@@ -65,7 +67,7 @@ class Node:
         return None
 
     def plain(self) -> object:
-        """The value without its places: what json.dumps takes."""
+        """Returns the value without its places, as json.dumps takes it."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, list):
@@ -74,17 +76,17 @@ class Node:
 
 
 def tree_of(value: object, place: Place) -> Node:
-    """The tree of plain data of one place; inverse of `Node.plain`."""
+    """Builds the tree of plain data, all of it at one place; the inverse of `Node.plain`."""
     if isinstance(value, dict):
-        return Node({key: tree_of(each, place) for key, each in value.items()}, place, place)
+        return Node({key: tree_of(child, place) for key, child in value.items()}, place, place)
     if isinstance(value, list | tuple):
-        return Node([tree_of(each, place) for each in value], place, place)
+        return Node([tree_of(child, place) for child in value], place, place)
     assert value is None or isinstance(value, str | int | float)
     return Node(value, place, place, "" if value is None else str(value))
 
 
 class Problem(NamedTuple):
-    """One problem: the place, and `key.path: what is wrong; what to do`.
+    """A problem of a configuration: the place, and `key.path: what is wrong; what to do`.
 
     code: as of a UserError.
     """
@@ -95,7 +97,7 @@ class Problem(NamedTuple):
 
 
 class InvalidConfig(ConfigError):
-    """All problems of a configuration; a single one gives its code."""
+    """Error with all problems of a configuration; a single one gives it its code."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         self.problems = problems
@@ -112,27 +114,30 @@ class InvalidConfig(ConfigError):
 
 
 def problems_error(problems: Sequence[Problem]) -> InvalidConfig:
-    """All problems as one error, in the order of the files."""
-    return InvalidConfig(tuple(sorted(set(problems), key=lambda one: one.place.order())))
+    """Builds one error of all problems, in the order of the files."""
+    return InvalidConfig(tuple(sorted(set(problems), key=lambda problem: problem.place.order())))
 
 
 class _TooManyNodes(Exception):
-    """Before aliases are written out."""
+    """Raised for a file with too many nodes, before its aliases are written out."""
 
 
 class _Loader(yaml.SafeLoader):
+    """Loader with the scalars of YAML 1.2 and a limit of nodes."""
+
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML declares it so)
     composed = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        # PyYAML calls this for every node, before an alias is written out where it is used.
         self.composed += 1
-        if self.composed > 2 * _MOST_VALUES:  # keys are nodes, too
+        if self.composed > 2 * _MAX_VALUES:  # keys are nodes, too
             raise _TooManyNodes
         return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that a YAML reader would take for another type."""
+    """Dumper that quotes text which a YAML reader would take for another type."""
 
 
 _Loader.add_implicit_resolver(
@@ -154,24 +159,24 @@ _Dumper.add_representer(
 
 
 def dump(value: object) -> str:
-    """YAML text of plain data; lists of scalars on one line."""
+    """Writes plain data as YAML text; lists of scalars on one line."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def merge(base: Node, over: Node) -> Node:
-    """Merges mappings key by key; other values of `over` replace."""
+    """Merges mappings key by key; other values of `over` replace those of `base`."""
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
     value = dict(base.value)
     for key, child in over.value.items():
         value[key] = merge(value[key], child) if key in value else child
-    # A mapping that a file opened stays the file's, also when -o adds a key to it.
+    # A mapping that a file opened keeps its place in the file when -o adds a key to it.
     return replace(base if over.place.line == 0 else over, value=value)
 
 
 @dataclass
 class Reader:
-    """Reads files and -o items; collects problems.
+    """Reader of files and -o items, which collects their problems.
 
     Files whose structure cannot be known (missing, not YAML) raise ConfigError at once, because
     whatever a later check said about them would be wrong.
@@ -182,7 +187,7 @@ class Reader:
     def read_file(
         self, path: str, opened: tuple[str, ...] = (), place: Place | None = None
     ) -> Node:
-        """The tree of a file with its `_BASE_` files merged underneath.
+        """Reads the tree of a file, with its `_BASE_` files merged underneath.
 
         Args:
             path: as the user or the including file names it; used in messages as it is.
@@ -202,13 +207,16 @@ class Reader:
         bases = keys.pop(BASE_KEY, None)
         tree = replace(tree, value=keys)
         start = Place(path, 1, 1)
+        # Later base files replace earlier ones, and the file itself replaces them all.
         merged = Node({}, start, start)
         names = [] if bases is None else bases.value if isinstance(bases.value, list) else [bases]
         for base in names:
             if not isinstance(base.value, str):
-                message = f"{BASE_KEY}: found {found(base)}, expected a file name or a list of them"
+                value = describe_value(base)
+                message = f"{BASE_KEY}: found {value}, expected a file name or a list of them"
                 self.problems.append(Problem(base.place, message, "bad_value"))
                 continue
+            # A file beside the one that names it comes before a shipped config of that name.
             beside = os.path.normpath(os.path.join(os.path.dirname(path), base.value))
             base_path = beside if os.path.isfile(beside) else find_config(base.value)
             if base_path == base.value:  # no file and no name
@@ -217,13 +225,13 @@ class Reader:
         return merge(merged, tree)
 
     def read_alone(self, path: str, where: str = "") -> Node:
-        """The mapping in one file; its `_BASE_` is not opened.
+        """Reads the mapping in one file, without opening its `_BASE_`.
 
         Args: where: the place that names the file, which messages begin with; "" for none.
         """
         where = f"{where}: {path}" if where else path
         try:
-            text = read_file(path, _MOST_BYTES).decode("utf-8-sig")
+            text = read_file(path, _MAX_FILE_BYTES).decode("utf-8-sig")
         except FileNotFoundError:
             names = near(path)
             raise ConfigError(
@@ -241,9 +249,9 @@ class Reader:
         return self.read_text(text, path)
 
     def read_text(self, text: str, source: str) -> Node:
-        """The mapping that a text holds; no file is opened.
+        """Reads the mapping that a text holds; opens no file.
 
-        Args: source: what messages call it.
+        Args: source: its name in messages.
         """
         start = Place(source, 1, 1)
         root = self._compose(text, source)
@@ -252,14 +260,14 @@ class Reader:
         tree = _Converter(self.problems, source, start).convert(root, ())
         if not isinstance(tree.value, dict):
             raise ConfigError(
-                f"expected `key: value` lines, found {found(tree)}",
+                f"expected `key: value` lines, found {describe_value(tree)}",
                 code="not_a_mapping",
                 where=str(tree.place),
             )
         return replace(tree, place=start, key_place=start)
 
     def read_override(self, item: str) -> Node | None:
-        """The tree of one `a.b=value`; None, and a problem, if malformed."""
+        """Reads the tree of one `a.b=value`; None, and a problem, if it is malformed."""
         place = Place(f"-o {item}" if len(item) <= 80 else f"-o {item[:77]}...")
         dotted, equals, text = item.partition("=")
         keys = [key.strip() for key in dotted.split(".")]
@@ -292,11 +300,15 @@ class Reader:
         return node
 
     def _compose(self, text: str, source: str) -> yaml.Node | None:
+        """Composes YAML text into PyYAML's nodes; None for an empty text.
+
+        Raises: ConfigError: it is not YAML, has too many values or is nested too deeply.
+        """
         try:
             return yaml.compose(text, Loader=_Loader)
-        except _TooManyNodes:  # 16 MiB of them would take minutes
+        except _TooManyNodes:  # to compose 16 MiB of them would take minutes
             raise ConfigError(
-                f"more than {_MOST_VALUES} values", code="too_many_values", where=source
+                f"more than {_MAX_VALUES} values", code="too_many_values", where=source
             ) from None
         except RecursionError:
             raise ConfigError(
@@ -324,7 +336,7 @@ class Reader:
 
 @dataclass
 class _Converter:
-    """Turns PyYAML nodes of a file (None: -o item) into ours."""
+    """Converter of PyYAML's nodes of a file (None: an -o item) into ours."""
 
     problems: list[Problem]
     file: str | None
@@ -333,24 +345,29 @@ class _Converter:
     converted: int = 0
 
     def place(self, node: yaml.Node) -> Place:
+        """Returns where a node begins in the file, or the place of the -o item."""
         if self.file is None:
             return self.item_place
         return Place(self.file, node.start_mark.line + 1, node.start_mark.column + 1)
 
     def convert(self, node: yaml.Node, path: tuple[str, ...], key: yaml.Node | None = None) -> Node:
-        """path: the keys above, for messages."""
+        """Converts a node with all below it.
+
+        Args: path: the keys above, for messages.  key: the node's key; None: it has none.
+        """
         place = self.place(node)
         key_place = place if key is None else self.place(key)
         self.converted += 1
-        if self.converted > _MOST_VALUES:
+        if self.converted > _MAX_VALUES:
             raise ConfigError(
-                f"more than {_MOST_VALUES} values, aliases written out",
+                f"more than {_MAX_VALUES} values, aliases written out",
                 code="too_many_values",
                 where=f"{place}: {'.'.join(path)}",
             )
         if isinstance(node, yaml.ScalarNode):
             quoted = node.style in ("'", '"')
-            return Node(self.scalar(node, path), place, key_place, node.value, quoted)
+            return Node(self.convert_scalar(node, path), place, key_place, node.value, quoted)
+        # PyYAML gives the same node object for an alias, so that a cycle shows in the ids.
         if id(node) in self.open:
             raise ConfigError(
                 "the alias contains itself",
@@ -359,67 +376,74 @@ class _Converter:
             )
         self.open.add(id(node))
         if node.tag not in (_TAG + "seq", _TAG + "map"):
-            self.bad_tag(node, path)
+            self.report_tag(node, path)
         value: list[Node] | dict[str, Node]
         if isinstance(node, yaml.SequenceNode):
             value = [self.convert(item, path) for item in node.value]
         else:
             assert isinstance(node, yaml.MappingNode)  # the only other kind
-            value = self.mapping(node, path)
+            value = self.convert_mapping(node, path)
         self.open.discard(id(node))
         return Node(value, place, key_place)
 
-    def mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, Node]:
-        own: dict[str, Node] = {}
-        below: dict[str, Node] = {}
+    def convert_mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, Node]:
+        """Converts a mapping; its own keys override those that `<<` merges in."""
+        entries: dict[str, Node] = {}
+        inherited: dict[str, Node] = {}
         for key, item in node.value:
             if key.tag == _TAG + "merge":
                 for part in item.value if isinstance(item, yaml.SequenceNode) else [item]:
-                    below = {**below, **self.merged(part, path)}
+                    inherited = {**inherited, **self.convert_merged(part, path)}
                 continue
             if not isinstance(key, yaml.ScalarNode):
                 message = f"{'.'.join(path) or 'a key'}: a key must be text, not a list or mapping"
                 self.problems.append(Problem(self.place(key), message, "key_not_text"))
                 continue
-            here = (*path, key.value)
-            if key.value in own:
-                first = own[key.value].key_place
-                message = f"{'.'.join(here)}: given twice; the first is at {first}; remove one"
+            key_path = (*path, key.value)
+            if key.value in entries:
+                first = entries[key.value].key_place
+                message = f"{'.'.join(key_path)}: given twice; the first is at {first}; remove one"
                 self.problems.append(Problem(self.place(key), message, "duplicate_key"))
-            own[key.value] = self.convert(item, here, key)
-        return {**below, **own}
+            entries[key.value] = self.convert(item, key_path, key)
+        return {**inherited, **entries}
 
-    def merged(self, node: yaml.Node, path: tuple[str, ...]) -> dict[str, Node]:
+    def convert_merged(self, node: yaml.Node, path: tuple[str, ...]) -> dict[str, Node]:
+        """Converts what `<<` names, which has to be a mapping."""
         converted = self.convert(node, path)
         if isinstance(converted.value, dict):
             return converted.value
-        message = f"{'.'.join((*path, '<<'))}: found {found(converted)}, expected a mapping"
+        message = (
+            f"{'.'.join((*path, '<<'))}: found {describe_value(converted)}, expected a mapping"
+        )
         self.problems.append(Problem(converted.place, message, "not_a_mapping"))
         return {}
 
-    def scalar(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> Scalar:
+    def convert_scalar(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> Scalar:
+        """Converts a scalar by its tag; numbers that YAML 1.2 does not know stay text."""
         text, kind = node.value, node.tag.removeprefix(_TAG)
         if kind == "null":
             return None
         if kind == "bool":
             return text.lower() == "true"
-        if kind == "int" and _INT.match(text) and len(text) <= _MOST_DIGITS:
+        if kind == "int" and _INT.match(text) and len(text) <= _MAX_DIGITS:
             return int(text, 16) if text.startswith("0x") else int(text)
         if kind in ("int", "float") and _FLOAT.match(text):
+            # Python reads `inf` and `nan`, YAML writes them with a dot.
             special = text.lower().lstrip("+-") in (".inf", ".nan")
             return float(text.replace(".", "") if special else text)
         if kind not in ("str", "merge"):
-            self.bad_tag(node, path)
+            self.report_tag(node, path)
         return text
 
-    def bad_tag(self, node: yaml.Node, path: tuple[str, ...]) -> None:
+    def report_tag(self, node: yaml.Node, path: tuple[str, ...]) -> None:
+        """Reports an explicit tag, such as `!!python/object`, as a problem."""
         tag = node.tag.replace(_TAG, "!!")
         message = f"{'.'.join(path)}: the tag {tag} has no meaning here; write a plain value"
         self.problems.append(Problem(self.place(node), message, "unknown_tag"))
 
 
-def found(node: Node) -> str:
-    """What a value is, in words."""
+def describe_value(node: Node) -> str:
+    """Describes a value in words, for messages."""
     value = node.value
     if isinstance(value, dict):
         return "a mapping with the keys " + ", ".join(value) if value else "an empty mapping"

@@ -78,7 +78,7 @@ def advice(config: ExperimentConfig, schedule: ScheduleSetup) -> Iterator[str]:
             remedy = f"train.total_batch, and a smaller {batch_key}"
         yield (
             f"distributed.shares has no effect, as {world} ranks share "
-            f"{schedule.batches.told(1)}; set {remedy} ({_MORE})"
+            f"{schedule.batches.describe(1)}; set {remedy} ({_MORE})"
         )
     few = batch < _FEW_IMAGES or (batch == _FEW_IMAGES and world > _FEW_CARDS)
     unstable = world > 1 and total >= _UNSTABLE_WITHOUT_SYNC and few

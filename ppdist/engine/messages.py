@@ -108,7 +108,7 @@ def train_line(schedule: ScheduleSetup) -> str:
     For example `30 epochs of 13 steps, 16 images a step; adamw, learning rate 0.001`; of several
     micro-batches, each of which is a batch-norm group, it says how they are shared.
     """
-    shared = "" if schedule.batches.count == 1 else f", {schedule.batches.told(schedule.world)}"
+    shared = "" if schedule.batches.count == 1 else f", {schedule.batches.describe(schedule.world)}"
     epochs = schedule.total_steps / schedule.steps_per_epoch
     return (
         f"{counted(round(epochs, 2), 'epoch')} of {counted(schedule.steps_per_epoch, 'step')}, "

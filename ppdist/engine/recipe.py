@@ -238,7 +238,7 @@ def _model_section(options: TrainOptions, base: Node) -> Any:
 
     Raises: ConfigError: it is for another task.
     """
-    sections = sections_in(ExperimentConfig.opened(base, []).model_fields["model"].annotation)
+    sections = sections_in(ExperimentConfig.open_plugins(base, []).model_fields["model"].annotation)
     section: Any = fitting(sections, base.child("model"))[0]
     if _value(base, "model.name") is None or section.task != "detect":
         raise ConfigError(

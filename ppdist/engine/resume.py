@@ -381,7 +381,7 @@ def resumed_micro_batches(start: Start, train: TrainConfig, follows: bool) -> Mi
         if world != state["world"]:
             start.notes.append(
                 f"ranks: {state['world']} then, {world} now; each step has the same images and "
-                f"micro-batches: {now.told(world)}"
+                f"micro-batches: {now.describe(world)}"
             )
         if typed:
             same = "changed settings that do not affect training, as the micro-batches stay"
@@ -396,7 +396,8 @@ def resumed_micro_batches(start: Start, train: TrainConfig, follows: bool) -> Mi
             f"so losses and gradients jump"
         )
     what = (
-        f"its steps have {then.told(state['world'])}; those of this run have {now.told(world)}: "
+        f"its steps have {then.describe(state['world'])}; those of this run have "
+        f"{now.describe(world)}: "
         f"{'; '.join(becomes)}"
     )
     if not start.continuation.changed:

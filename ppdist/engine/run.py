@@ -12,7 +12,7 @@ from ppdist.common.eta import PLOTTING
 from ppdist.common.job import hosts_change
 from ppdist.common.records import commands
 from ppdist.common.run_log import RunLog
-from ppdist.config.experiment import ExperimentConfig, changed, load_config
+from ppdist.config.experiment import ExperimentConfig, apply_overrides, load_config
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.layout import find_layout
 from ppdist.data.types import DetectionSet, Split
@@ -102,7 +102,7 @@ def plan_training(
         return TrainingPlan(recipe.config, resume, recipe)
     items = [*options.items(), *overrides]
     if isinstance(config, ExperimentConfig):
-        return TrainingPlan(changed(config, items), resume)
+        return TrainingPlan(apply_overrides(config, items), resume)
     return TrainingPlan(load_config(str(config), items), resume)
 
 

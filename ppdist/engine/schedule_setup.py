@@ -103,7 +103,7 @@ class ScheduleSetup:
             else "one process, no launcher needed"
         )
         yield Fact("ranks", self.world, "ranks", f"{self.world}", why)
-        why = self.batches.told(self.world)
+        why = self.batches.describe(self.world)
         yield Fact("total_batch", self.total_batch, "total batch", f"{self.total_batch}", why)
         given = self.optimizer.reference_batch_size is not None
         whole = self.step_images < self.total_batch

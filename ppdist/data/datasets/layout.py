@@ -22,7 +22,7 @@ from ppdist.common.addresses import is_remote
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.migration import is_data_yaml
-from ppdist.config.yaml import Node, Reader, found, problems_error
+from ppdist.config.yaml import Node, Reader, describe_value, problems_error
 from ppdist.data.datasets.annotations import (
     KINDS,
     SPLIT_WORDS,
@@ -582,7 +582,8 @@ def _entries(keys: Mapping[str, Node], split: str) -> list[Node]:
     entries = node.value if isinstance(node.value, list) else [node]
     for entry in entries:
         if not isinstance(entry.value, str):
-            what = f"{split}: found {found(entry)}, expected a folder, or a .txt file, or several"
+            value = describe_value(entry)
+            what = f"{split}: found {value}, expected a folder, or a .txt file, or several"
             raise DataError(what, code="bad_data_yaml", where=str(entry.place))
     return entries
 
@@ -608,7 +609,7 @@ def _place(base: Path, entry: Node, keys: Mapping[str, Node], notes: list[tuple[
             f"data nor runs what a data file says",
             code="download_refused",
             where=str(tried[0]),
-            fix=f"download it yourself: {found(keys['download'])}, then set `path`",
+            fix=f"download it yourself: {describe_value(keys['download'])}, then set `path`",
         )
     raise DataError(
         f"{' and '.join(dict.fromkeys(map(str, tried)))}: does not exist",
@@ -644,7 +645,7 @@ def _names(file: Path, keys: Mapping[str, Node]) -> tuple[tuple[str, ...], list[
     node, count = keys.get("names"), keys.get("nc")
     number = count.value if count is not None else None
     if count is not None and (type(number) is not int or number < 1):
-        what = f"nc: found {found(count)}, expected the number of classes"
+        what = f"nc: found {describe_value(count)}, expected the number of classes"
         raise DataError(what, code="bad_data_yaml", where=str(count.place))
     if node is None:
         if not isinstance(number, int):
@@ -661,11 +662,11 @@ def _names(file: Path, keys: Mapping[str, Node]) -> tuple[tuple[str, ...], list[
     elif isinstance(node.value, list):
         entries = node.value
     else:
-        what = f"names: found {found(node)}, expected a list of names"
+        what = f"names: found {describe_value(node)}, expected a list of names"
         raise DataError(what, code="bad_data_yaml", where=str(node.place))
     wrong = next((each for each in entries if isinstance(each.value, list | dict)), None)
     if wrong is not None or not entries:
-        what = f"names: found {found(wrong or node)}, expected a name for each class"
+        what = f"names: found {describe_value(wrong or node)}, expected a name for each class"
         raise DataError(what, code="bad_data_yaml", where=str((wrong or node).place))
     if isinstance(number, int) and number != len(entries):
         assert count is not None

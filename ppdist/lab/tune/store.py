@@ -420,7 +420,7 @@ def _distributions(study: StudyConfig) -> dict[str, BaseDistribution]:
             )
             continue
         assert low is not None and high is not None
-        if dimension.whole:
+        if dimension.is_integer:
             distributions[key] = IntDistribution(int(low), int(high), log=log, step=int(step or 1))
         else:
             distributions[key] = FloatDistribution(low, high, log=log, step=step)

@@ -51,7 +51,7 @@ def test_a_file_that_grows_without_end_is_one_message(
 
 def test_values_are_counted_as_they_are_read(tmp_path, monkeypatch) -> None:
     """16 MiB of them took minutes before they were counted."""
-    monkeypatch.setattr(yaml, "_MOST_VALUES", 100)
+    monkeypatch.setattr(yaml, "_MAX_VALUES", 100)
     file = tmp_path / "p.yml"
     for lines, code in ((99, None), (99_000, "too_many_values")):
         file.write_text("".join(f"k{n}: 1\n" for n in range(lines)))
