@@ -89,7 +89,7 @@ def model_line(config: ExperimentConfig, size: Complexity, anew: bool) -> str:
     words = (model.name, *(str(getattr(model, key, "")) for key in ("variant", "size")))
     name = " ".join(dict.fromkeys(filter(None, words)))  # RT-DETR's first variant has its name
     start = f"from {Path(model.pretrained).name}" if model.pretrained else "from scratch"
-    return f"{name}, {size.told(model.image_size)}, {start if anew else 'resumed'}"
+    return f"{name}, {size.describe(model.image_size)}, {start if anew else 'resumed'}"
 
 
 def device_line() -> str:

@@ -32,30 +32,33 @@ class MultiHeadAttention(nn.Layer):
         self.width = width
 
     def start(self) -> None:
-        """As torch does: the three projections as one matrix."""
+        """Initialises the three projections as one matrix, as torch does."""
         start_xavier(self.in_proj)
 
     def forward(
         self, x_BND: Tensor, position_BND: Tensor, bias_BHNN: Tensor | None = None
     ) -> Tensor:
-        """Returns: [B, N, D].  Args: bias_BHNN: added to the logits, 0 or `HIDDEN`."""
-        weight, bias, both = self.in_proj.weight, self.in_proj.bias, 2 * self.width
-        placed_BND = x_BND + position_BND
-        placed = self.project(placed_BND, weight[:, :both], bias[:both])
-        queries, keys = placed.chunk(2, axis=-1)
-        values = self.project(x_BND, weight[:, both:], bias[both:])
+        """Returns the attended tokens [B, N, D].
+
+        Args: bias_BHNN: added to the logits, 0 or `HIDDEN`.
+        """
+        weight, bias, split = self.in_proj.weight, self.in_proj.bias, 2 * self.width
+        positioned_BND = x_BND + position_BND
+        with_position = self.project(positioned_BND, weight[:, :split], bias[:split])
+        queries, keys = with_position.chunk(2, axis=-1)
+        values = self.project(x_BND, weight[:, split:], bias[split:])
         scale = (self.width // HEADS) ** -0.5
         return self.out_proj(self.attend(queries * scale, keys, values, bias_BHNN))
 
     def project(self, x_BND: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """A part of the three projections."""
+        """Computes one or two of the three projections."""
         return F.linear(x_BND, weight, bias)
 
     def attend(
         self, queries_BND: Tensor, keys_BND: Tensor, values_BND: Tensor, bias_BHNN: Tensor | None
     ) -> Tensor:
-        """softmax(q k^T + bias) v for each head; [B, N, D]."""
-        queries, keys, values = (_heads(each) for each in (queries_BND, keys_BND, values_BND))
+        """Computes softmax(q k^T + bias) v for each head; returns [B, N, D]."""
+        queries, keys, values = (_heads(x_BND) for x_BND in (queries_BND, keys_BND, values_BND))
         logits_BHNN = paddle.matmul(queries, keys, transpose_y=True)
         if bias_BHNN is not None:
             logits_BHNN = logits_BHNN + bias_BHNN
@@ -65,9 +68,9 @@ class MultiHeadAttention(nn.Layer):
 
 @paddle.no_grad()
 def start_xavier(*layers: nn.Layer) -> None:
-    """Draws weights as Glorot and Bengio 2010.
+    """Draws weights as in Glorot and Bengio 2010.
 
-    From U(-b, b), b = sqrt(6 / (fan in + fan out)).
+    They are uniform in (-b, b), b = sqrt(6 / (fan in + fan out)).
     """
     for layer in layers:
         shape = layer.weight.shape
@@ -76,22 +79,22 @@ def start_xavier(*layers: nn.Layer) -> None:
 
 
 def _heads(x_BND: Tensor) -> Tensor:
-    """[B, H, N, D / H]."""
+    """Splits the channels into heads, [B, H, N, D / H]."""
     return x_BND.reshape([0, 0, HEADS, -1]).transpose([0, 2, 1, 3])
 
 
 def length_of(x: Tensor, axis: int) -> int | Tensor:
-    """Size of an axis; where a graph leaves it free, 0-D int64."""
-    known = x.shape[axis]
-    return known if known >= 0 else paddle.shape(x)[axis].astype("int64")
+    """Returns the size of an axis; where a graph leaves it free, a 0-D int64 tensor."""
+    size = x.shape[axis]
+    return size if size >= 0 else paddle.shape(x)[axis].astype("int64")
 
 
 class Memory(NamedTuple):
-    """Feature maps of several levels as one row of cells.
+    """Feature maps of several levels as one sequence of cells.
 
-    cells_BLD: L runs over the levels, fine to coarse, each row by row.
+    cells_BLD: L runs over the levels, fine to coarse, and in a level row by row.
     size_P2: width and height of the map in which each of the P points lies.
-    start_P: first cell of that map.
+    start_P: index of the first cell of that map.
     """
 
     cells_BLD: Tensor
@@ -100,11 +103,15 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, features: list[Tensor], points: tuple[int, ...]) -> "Memory":
-        """Args: features: [B, D, H, W], fine to coarse.  points: sampled in each."""
+        """Builds the sequence of cells of feature maps.
+
+        Args: features: [B, D, H, W], fine to coarse.  points: number of points sampled in each.
+        """
         cells_BLD = paddle.concat([x.flatten(2) for x in features], axis=2).transpose([0, 2, 1])
         if paddle.in_dynamic_mode():
             sizes = tuple((int(x.shape[3]), int(x.shape[2])) for x in features)
             return cls(cells_BLD, *_fixed_grid(sizes, points, str(features[0].place)))
+        # In a graph the sizes are only known when it runs.
         start, rows = paddle.zeros([1], dtype="float32"), []
         for x, count in zip(features, points):
             shape = paddle.shape(x).astype("float32")
@@ -119,6 +126,7 @@ class Memory(NamedTuple):
 def _fixed_grid(
     sizes: tuple[tuple[int, int], ...], points: tuple[int, ...], place: str
 ) -> tuple[Tensor, Tensor]:
+    """Returns size_P2 and start_P of `Memory` for feature maps of known sizes (width, height)."""
     starts = np.cumsum([0, *(w * h for w, h in sizes)])[:-1]
     return (
         paddle.to_tensor(np.repeat(np.array(sizes, "float32"), points, axis=0)),
@@ -127,44 +135,47 @@ def _fixed_grid(
 
 
 def sample(memory: Memory, places_BQHP2: Tensor, weights_BQHP: Tensor) -> Tensor:
-    """Bilinear samples of feature maps, weighted and summed over the points.
+    """Samples feature maps bilinearly and sums the weighted samples of each query.
 
-    Outside a map is zero.  The four cells around each point are gathered in one go: on a CPU half
-    the time of grid_sample, forward and backward, and in ONNX nothing but Gather and MatMul, with
-    any number of points per level.
+    Outside a map the value is 0.  The four cells around every point are gathered at once: on a CPU
+    this takes half the time of grid_sample, forward and backward, and in ONNX it needs nothing but
+    Gather and MatMul, with any number of points per level.
 
     Args:
-        places_BQHP2: x, y in 0..1 of the input; the gradient flows here, too.
-        weights_BQHP: of the points.
+        places_BQHP2: x, y in 0..1 of the input; they get a gradient, too.
+        weights_BQHP: weights of the points.
     Returns: [B, Q, D]; head h gives the channels from h * D / H.
     """
     queries, (heads, points) = length_of(places_BQHP2, 1), places_BQHP2.shape[2:4]
     place_XP2 = places_BQHP2.reshape([-1, points, 2]) * memory.size_P2  # X = B * Q * H
-    # Planes, because on a CPU Paddle broadcasts inner axes of 2 twenty times as slowly.
+    # x and y as separate tensors: on a CPU, Paddle broadcasts an inner axis of 2 twenty times as
+    # slowly.
     (left, right), (above, below) = (
         _neighbours(place_XP, size_P)
         for place_XP, size_P in zip(place_XP2.unbind(-1), memory.size_P2.unbind(-1))
     )
     cells, shares, weight_XP = [], [], weights_BQHP.reshape([-1, points])
     for y_XP, y_share_XP in (above, below):
-        first_XP = memory.start_P + y_XP * memory.size_P2[:, 0]
+        row_start_XP = memory.start_P + y_XP * memory.size_P2[:, 0]
         y_share_XP = y_share_XP * weight_XP
         for x_XP, x_share_XP in (left, right):
-            cells.append(first_XP + x_XP)
+            cells.append(row_start_XP + x_XP)
             shares.append(x_share_XP * y_share_XP)
-    # A row of [B * L * H, D / H] for each.
+    # Indices of rows of the table [B * L * H, D / H], K = 4 P of them for each query and head.
     cell_XK, share_XK = paddle.concat(cells, axis=1), paddle.concat(shares, axis=1)
     batch, length = (length_of(memory.cells_BLD, axis) for axis in (0, 1))
     width = memory.cells_BLD.shape[2]
     image_B11 = paddle.arange(0, batch, dtype="int64").reshape([-1, 1, 1])
     zero_Q1 = paddle.zeros([queries, 1], dtype="int64")
-    first_BQH = image_B11 * heads * length + (zero_Q1 + paddle.arange(0, heads, dtype="int64"))
-    # Not (a + b) * heads: of integers that predictor forgets the factor behind a sum.
-    rows_XK = cell_XK.astype("int64") * heads + first_BQH.reshape([-1, 1])
+    image_start_BQH = image_B11 * heads * length + (
+        zero_Q1 + paddle.arange(0, heads, dtype="int64")
+    )
+    # Not (a + b) * heads: Paddle 3.3's oneDNN predictor drops a factor after a sum of integers.
+    rows_XK = cell_XK.astype("int64") * heads + image_start_BQH.reshape([-1, 1])
     values = memory.cells_BLD.reshape([-1, width // heads])
-    if paddle.in_dynamic_mode():  # the gradient of `gather` takes twice as long
+    if paddle.in_dynamic_mode():  # here `embedding` takes half the time of `gather` backward
         gathered_XKD = F.embedding(rows_XK, values)
-    else:  # of a table of unknown length there is no `embedding`
+    else:  # `embedding` needs a table of known length, which a graph does not have
         gathered_XKD = paddle.gather(values, rows_XK.flatten())
         gathered_XKD = gathered_XKD.reshape([-1, 4 * points, width // heads])
     summed_X1D = paddle.matmul(share_XK.unsqueeze(1), gathered_XKD)
@@ -172,13 +183,12 @@ def sample(memory: Memory, places_BQHP2: Tensor, weights_BQHP: Tensor) -> Tensor
 
 
 def _neighbours(place_XP: Tensor, size_P: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The cells at or before and behind a place, and their shares."""
-    # Paddle 3.3's oneDNN predictor writes the floor of a number over the number itself, which is
-    # read no more.
+    """Returns the cells at or before a place and after it along one axis, with their shares."""
+    # The floor of a temporary: Paddle 3.3's oneDNN predictor writes the result over its argument.
     before_XP = paddle.floor(place_XP - 0.5)  # its gradient is 0
-    beyond_XP = place_XP - (before_XP + 0.5)
+    fraction_XP = place_XP - (before_XP + 0.5)
     pairs = []
-    for cell_XP, share_XP in ((before_XP, 1 - beyond_XP), (before_XP + 1, beyond_XP)):
+    for cell_XP, share_XP in ((before_XP, 1 - fraction_XP), (before_XP + 1, fraction_XP)):
         inside_XP = (cell_XP >= 0) & (cell_XP < size_P)
         # Outside, and where a diverged model has NaN, it is cell 0 with share 0, or NaN.
         cell_XP = paddle.where(inside_XP, cell_XP, paddle.zeros_like(cell_XP))
@@ -187,9 +197,7 @@ def _neighbours(place_XP: Tensor, size_P: Tensor) -> list[tuple[Tensor, Tensor]]
 
 
 class MSDeformableAttention(nn.Layer):
-    """Attention of each query to points of the feature maps.
-
-    They lie around its box:
+    """Attention of queries to points of the feature maps around their boxes.
 
         point = centre + offset / (points of its level) * size * OFFSET_SCALE
         output = sum_p(softmax(weights)_p * value(point_p)), for each head
@@ -200,8 +208,8 @@ class MSDeformableAttention(nn.Layer):
     def __init__(self, width: int, points: tuple[int, ...], projected: bool) -> None:
         """
         Args:
-            points: of each level, fine to coarse.
-            projected: a linear layer before and one behind it; D-FINE has neither.
+            points: number of points in each level, fine to coarse.
+            projected: a linear layer before and one after the sampling; D-FINE has neither.
         """
         super().__init__()
         total = sum(points)
@@ -211,24 +219,29 @@ class MSDeformableAttention(nn.Layer):
         if projected:
             self.value_proj = nn.Linear(width, width)
             self.output_proj = nn.Linear(width, width)
-        self.points, self.points_of_levels = total, points
+        self.points, self.level_points = total, points
         reach = np.repeat([OFFSET_SCALE / count for count in points], points)
         self.reach = np.tile(reach.repeat(2), HEADS).tolist()
 
     @paddle.no_grad()
     def start(self) -> None:
-        """Each head looks in its own direction, at all points alike."""
+        """Initialises each head to look in its own direction, with equal weights for all points."""
         for layer in (self.sampling_offsets, self.attention_weights):
             layer.weight.set_value(paddle.zeros_like(layer.weight))
-        self.sampling_offsets.bias.set_value(_spokes(self.points_of_levels))
-        start_xavier(*(each for each in (self.value_proj, self.output_proj) if each is not None))
+        self.sampling_offsets.bias.set_value(_initial_offsets(self.level_points))
+        start_xavier(
+            *(linear for linear in (self.value_proj, self.output_proj) if linear is not None)
+        )
 
     def forward(self, query_BQD: Tensor, boxes_BQ4: Tensor, memory: Memory) -> Tensor:
-        """[B, Q, D].  Args: boxes_BQ4: cx, cy, w, h in 0..1 of the input."""
+        """Returns what the queries see, [B, Q, D].
+
+        Args: boxes_BQ4: cx, cy, w, h in 0..1 of the input.
+        """
         shape = [0, 0, HEADS, self.points]
         offsets_BQX = self.sampling_offsets(query_BQD).astype("float32")
         weights_BQHP = F.softmax(self.attention_weights(query_BQD).reshape(shape), axis=-1)
-        # Repeated, as sums and products with one for all points take three times as long on a CPU.
+        # Repeated for every point: broadcasting instead takes three times as long on a CPU.
         centre_BQX, size_BQX = (
             part_BQ2.tile([1, 1, HEADS * self.points]) for part_BQ2 in boxes_BQ4.chunk(2, axis=-1)
         )
@@ -240,10 +253,10 @@ class MSDeformableAttention(nn.Layer):
         return self.output_proj(sample(memory, places_BQHP2, weights_BQHP))
 
 
-def _spokes(points: tuple[int, ...]) -> np.ndarray:
-    """Offsets at the start, one direction for each head.
+def _initial_offsets(points: tuple[int, ...]) -> np.ndarray:
+    """Returns the initial offsets: one direction for each head.
 
-    Head h looks in direction 2 pi h / H, point p of a level lies p far.
+    Head h looks in direction 2 pi h / H, and point p of a level lies at distance p.
     """
     angle_H = np.arange(HEADS) * (2 * math.pi / HEADS)
     direction_H2 = np.stack([np.cos(angle_H), np.sin(angle_H)], axis=-1)

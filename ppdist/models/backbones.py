@@ -34,7 +34,7 @@ class Stem(nn.Layer):
 
 
 class CSPResStage(nn.Layer):
-    """Halves the resolution; half the channels pass through RepBlocks; channel attention."""
+    """Stage that halves the resolution; half the channels pass RepBlocks; channel attention."""
 
     def __init__(self, in_channels: int, out_channels: int, blocks: int, scaled: bool) -> None:
         super().__init__()
@@ -48,8 +48,8 @@ class CSPResStage(nn.Layer):
         self.conv3 = ConvBNLayer(2 * half, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = functional.share(self.conv_down(x), 2)
-        mixed = functional.concat([self.conv1(beside), self.blocks(self.conv2(x))], axis=1)
+        x, bypass = functional.share(self.conv_down(x), 2)
+        mixed = functional.concat([self.conv1(bypass), self.blocks(self.conv2(x))], axis=1)
         return self.conv3(self.attn(mixed))
 
 
@@ -63,8 +63,9 @@ class CSPRepResNet(Backbone):
     """
 
     finest, coarsest = 2, (5, 6)
-    # At width 1, by the last level: of the stem, P2 and up.  With 6 the original has nothing: the
-    # widest stage moves up, as in other detectors of large images; the neck keeps its 3/4 of it.
+    # Channels at width 1, by the last level: of the stem, P2 and up.  The original has no level 6:
+    # here the widest stage moves up, as in other detectors for large images, and the neck keeps 3/4
+    # of its channels.
     STAGE_CHANNELS: ClassVar = {5: (64, 128, 256, 512, 1024), 6: (64, 128, 256, 512, 768, 1024)}
     STAGE_BLOCKS = (3, 6, 6, 3, 3)  # P2 ... P6, at depth 1
 
@@ -90,7 +91,7 @@ class CSPRepResNet(Backbone):
         features = [self.stem(images_B3HW)]
         for stage in self.stages:
             features.append(stage(features[-1]))
-        return features[self.first - 1 :]  # the stem's is level 1
+        return features[self.first - 1 :]  # the stem gives level 1
 
 
 class CSPDarknet(Backbone):
@@ -114,16 +115,16 @@ class CSPDarknet(Backbone):
         super().__init__()
         channels = [math.ceil(c * width / 8) * 8 for c in self.STAGE_CHANNELS[last]]
         blocks = [scaled_repeats(n, depth) for n in self.STAGE_BLOCKS[last]]
-        # Layers are registered in the order they run: data parallel training sends gradients in
-        # buckets of neighbours, which are ready together only then.
-        before = channels[0]
-        self.stem = yolov5_conv(3, before, 6, stride=2, padding=2)
+        # Layers are registered in the order in which they run: data parallel training sends
+        # gradients in buckets of neighbours, and only then is a bucket ready at one time.
+        width_in = channels[0]
+        self.stem = yolov5_conv(3, width_in, 6, stride=2, padding=2)
         self.levels = tuple(range(2, last + 1))
         for level, out, count in zip(self.levels, channels[1:], blocks, strict=True):
-            self.add_sublayer(f"down{level}", yolov5_conv(before, out, 3, stride=2))
+            self.add_sublayer(f"down{level}", yolov5_conv(width_in, out, 3, stride=2))
             self.add_sublayer(f"stage{level}", C3(out, out, count, residual=True))
-            before = out
-        self.sppf = SPPF(before) if pooling else None
+            width_in = out
+        self.sppf = SPPF(width_in) if pooling else None
         self.first = first
         self.strides = tuple(2**level for level in range(first, last + 1))
         self.channels = tuple(channels[first - 1 :])
@@ -156,14 +157,14 @@ def build_backbone(
     variant: str = "",
     **options: Any,
 ) -> Backbone:
-    """A backbone with fresh weights.
+    """Builds a backbone with new weights.
 
     Args:
         name: a row of `BACKBONES`, or `package.module:Class` of another package.
         depth, width: blocks per stage and channels as multiples of size l.
         first, last: levels of the finest and the coarsest feature.
         variant: `model.variant`; see `Backbone.options_of`.
-        options: more of the class's own.
+        options: further arguments of the class.
     Raises: ConfigError: the backbone has no such levels, or is a plugin's and cannot be imported.
     """
     row: type[Backbone] = plugin.load(name) if plugin.is_plugin(name) else BACKBONES[name]
@@ -180,13 +181,13 @@ def build_backbone(
 
 
 def scaled_width(channels: int, width: float) -> int:
-    """Channels at a width multiple.
+    """Returns the number of channels at a width multiple.
 
-    At least 2, because stages work on halves.
+    It is at least 2, because stages work on halves.
     """
     return max(round(channels * width), 2)
 
 
 def scaled_repeats(repeats: int, depth: float) -> int:
-    """Blocks of a stage at a depth multiple: rounded, at least 1."""
+    """Returns the number of blocks of a stage at a depth multiple: rounded, at least 1."""
     return max(round(repeats * depth), 1)

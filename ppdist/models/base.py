@@ -18,11 +18,11 @@ from ppdist.common.errors import ConfigError
 from ppdist.config.section import Task
 from ppdist.distributed import paddle_api
 
-NECK, HEAD = "neck", "head"  # stages behind those of the backbone
+NECK, HEAD = "neck", "head"  # stages after those of the backbone
 
 
 class Targets(NamedTuple):
-    """What a model learns from in its forward pass of training.
+    """Ground truth that a model gets in its forward pass of training.
 
     boxes_BM4, labels_BM, mask_BM, seeds_B: see `Batch`.
     """
@@ -34,12 +34,12 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any) -> "Targets":
-        """Those of a `Batch`."""
+        """Takes the fields of a `Batch` that a model may learn from."""
         return cls(*(getattr(batch, name) for name in cls._fields))
 
     @classmethod
     def example(cls, images_B3HW: Tensor) -> "Targets":
-        """One central object of class 0 an image, to see outputs."""
+        """Builds one central object of class 0 for each image, to try a forward pass."""
         batch, _, height, width = images_B3HW.shape
         box = [width / 4, height / 4, 3 * width / 4, 3 * height / 4]
         return cls(
@@ -51,23 +51,27 @@ class Targets(NamedTuple):
 
 
 class KeyTable(NamedTuple):
-    """Names of one implementation: our key -> its entries of a file.
+    """Names of weights in one implementation: our key -> its entries of a file.
 
-    names: several of theirs become one of ours, joined along the outputs, as the query, key and
+    names: several entries become one of ours, joined along the outputs, such as query, key and
         value of an attention whose projections are one matrix.
-    torch: it keeps the weights of linear layers as torch does, [out, in].
+    torch: True if linear layers are stored as torch does, [out, in].
     """
 
     names: Mapping[str, str | tuple[str, ...]]
     torch: bool = True
 
     def sources(self, names: Container[str]) -> dict[str, tuple[str, ...]]:
-        """Our keys whose entries are all among these names, and those entries."""
-        parts = {key: (of,) if isinstance(of, str) else of for key, of in self.names.items()}
-        return {key: each for key, each in parts.items() if all(name in names for name in each)}
+        """Finds the keys of ours whose entries are all among these names, with those entries."""
+        parts = {
+            key: (entry,) if isinstance(entry, str) else entry for key, entry in self.names.items()
+        }
+        return {
+            key: entries for key, entries in parts.items() if all(name in names for name in entries)
+        }
 
     def of_backbone(self) -> "KeyTable":
-        """The same for a file with the backbone alone."""
+        """Returns the table for a file that holds only the backbone."""
         start = "backbone."
         return KeyTable(
             {
@@ -83,14 +87,14 @@ class Backbone(nn.Layer):
     """Base of all backbones: their contract with model and optimizer.
 
     Attributes:
-        finest: the finest level that it has.
-        coarsest: the levels at which it can end.
+        finest: the finest level that it offers.
+        coarsest: the levels that may be its last.
         strides: pixels per cell of each feature, fine to coarse.
         channels: of each feature, in the same order.
-        stage_keys: one row for each stage, in the order in which an image passes them: the
-            beginnings of its state-dict keys, whole names between dots.  Every key begins with one
-            of them.  Freezing and layer-wise learning rates count these stages; the first
-            beginning names the stage.
+        stage_keys: for each stage, in the order in which an image passes them, the prefixes of its
+            state-dict keys, whole names between dots.  Every key has one of them as its prefix.
+            Freezing and layer-wise learning rates count these stages; the first prefix names the
+            stage.
     """
 
     finest: ClassVar[int]
@@ -101,23 +105,23 @@ class Backbone(nn.Layer):
 
     @classmethod
     def options_of(cls, variant: str) -> dict[str, Any]:
-        """What its constructor takes beside size and levels for a `model.variant`."""
+        """Returns further arguments of its constructor for a `model.variant`."""
         return {}
 
     @property
     def first_convolution(self) -> nn.Conv2D:
-        """The convolution that sees the pixels: the first that was made.
+        """Returns the convolution that sees the pixels: the first that was built.
 
-        A subclass in which it is another says so.
+        A subclass in which it is another overrides this.
         """
         return next(layer for layer in self.sublayers() if isinstance(layer, nn.Conv2D))
 
     def original_keys(self) -> dict[str, str]:
-        """Our key -> that of its published weights."""
+        """Maps our keys to those of its published weights."""
         return {}
 
     def forward(self, images_B3HW: Tensor) -> list[Tensor]:
-        """Features [B, channels, H / stride, W / stride], fine to coarse."""
+        """Computes features [B, channels, H / stride, W / stride], fine to coarse."""
         raise NotImplementedError
 
 
@@ -185,7 +189,7 @@ class ImageModel(nn.Layer):
 
     @property
     def stages(self) -> dict[str, list[str]]:
-        """State-dict keys by stage, in the image's order.
+        """Returns the state-dict keys by stage, in the order in which an image passes the stages.
 
             PP-YOLOE: backbone.stem, backbone.stages.0, ... neck, head
             YOLOv5:   backbone.stem, backbone.down2,    ... neck, head  (a classifier has no neck)
@@ -197,26 +201,27 @@ class ImageModel(nn.Layer):
         stages: dict[str, list[str]] = {name: [] for name in (*rows, NECK, HEAD)}
         for key in self.state_dict():
             if key.startswith("backbone."):
-                found = [name for begin, name in begins.items() if key.startswith(begin)]
-                assert len(found) == 1, f"{key} is in {len(found)} stages of the backbone"
-                stages[found[0]].append(key)
+                owners = [name for begin, name in begins.items() if key.startswith(begin)]
+                assert len(owners) == 1, f"{key} is in {len(owners)} stages of the backbone"
+                stages[owners[0]].append(key)
             else:
                 stages[NECK if key.startswith(self.neck_keys) else HEAD].append(key)
         return {name: keys for name, keys in stages.items() if keys}
 
     def official_keys(self) -> dict[str, str]:
-        """Our state-dict key -> the original implementation's.
+        """Maps our state-dict keys to those of the original implementation.
 
-        Equal where the names are the original's own; otherwise the original is a torch model.
+        Where the mapping changes nothing, our names are the original's own; otherwise the original
+        is a torch model.
         """
         return {key: key for key in self.state_dict()}
 
     def key_tables(self) -> tuple[KeyTable, ...]:
-        """Names of further implementations, beside `official_keys`."""
+        """Returns the names that further implementations use, beside `official_keys`."""
         return ()
 
     def normalize(self, images_B3HW: Tensor) -> Tensor:
-        """RGB images 0..255 to float32: (value - mean) / std."""
+        """Converts RGB images 0..255 to float32: (value - mean) / std."""
         images = images_B3HW
         if images.dtype != paddle.float32:
             images = images.astype("float32")
@@ -227,9 +232,10 @@ class ImageModel(nn.Layer):
         return images - mean if set(self.pixel_std) == {1.0} else (images - mean) / std
 
     def _pixel_statistics(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and deviation [1, 3, 1, 1] beside the images."""
+        """Returns mean and deviation [1, 3, 1, 1] on the device of the images."""
         if not paddle.in_dynamic_mode():
             return _channels(self.pixel_mean), _channels(self.pixel_std)
+        # Kept for each device, which spares a copy from the host in every step.
         place = str(images.place)
         if place not in self._statistics:
             self._statistics[place] = _channels(self.pixel_mean), _channels(self.pixel_std)
@@ -237,7 +243,7 @@ class ImageModel(nn.Layer):
 
     @property
     def anchors_LA2(self) -> np.ndarray:
-        """Width and height in input pixels, levels fine to coarse."""
+        """Returns the anchors' width and height in input pixels, levels fine to coarse."""
         raise NotImplementedError
 
     def set_anchors(self, pixels_LA2: np.ndarray) -> None:
@@ -245,37 +251,37 @@ class ImageModel(nn.Layer):
         raise NotImplementedError
 
     def forward(self, images_B3HW: Tensor) -> Any:
-        """Raw outputs of normalised images; H and W are multiples of `size_multiple`."""
+        """Computes raw outputs of normalised images; H and W are multiples of `size_multiple`."""
         raise NotImplementedError
 
     def training_inputs(self, images_B3HW: Tensor, targets: Targets) -> tuple[Any, ...]:
-        """What a training forward is called with: `model(*model.training_inputs(...))`.
+        """Returns the arguments of a training forward: `model(*model.training_inputs(...))`.
 
-        A model that takes targets gives with them, in train and in eval mode (a blank image, a
-        count of operations), outputs that reach every parameter, also where no image has an object.
-        Without them it gives what evaluation, export and a student need; the validation loss is
-        that of these.
+        With targets, a model that takes them returns outputs that depend on every parameter, also
+        where no image has an object, in train and in eval mode (a blank image, a count of
+        operations).  Without targets it returns what evaluation, export and a student need; the
+        validation loss is computed from these outputs.
 
         Args: images_B3HW: normalised.
         """
         return (images_B3HW, targets) if self.takes_targets else (images_B3HW,)
 
     def decode(self, outputs: Any) -> Any:
-        """Raw outputs to what a user wants to know."""
+        """Turns raw outputs into what users want: boxes with scores, or class probabilities."""
         raise NotImplementedError
 
     def predict(self, images_B3HW: Tensor) -> Any:
-        """Predictions of RGB images 0..255."""
+        """Predicts from RGB images 0..255."""
         return self.decode(self(self.normalize(images_B3HW)))
 
     def parameter_count(self) -> int:
-        """Number of weights, frozen ones too."""
+        """Counts the weights, frozen ones too."""
         return sum(weight_sizes(self).values())
 
     def fuse(self) -> None:
-        """Re-parameterises in place for deployment; eval outputs stay the same to rounding.
+        """Re-parameterises layers in place for deployment; eval outputs stay equal up to rounding.
 
-        Layers that can, such as `RepConv`, have a `fuse` of their own.
+        Layers that can be re-parameterised, such as `RepConv`, have a `fuse` of their own.
         """
         for layer in self.sublayers():
             if hasattr(layer, "fuse"):
@@ -292,15 +298,15 @@ class ImageModel(nn.Layer):
     def fold_pixel_scale(self) -> None:
         """Moves the division by `pixel_std` into the first convolution, in place.
 
-        The mean is still subtracted before it: the convolution pads the borders with zeros, and
-        zero is the mean colour only if the mean was subtracted.
+        The mean is still subtracted before: the convolution pads with zeros, and zero is the mean
+        colour only after that subtraction.
         """
         first = self.backbone.first_convolution
         first.weight.set_value(first.weight / _channels(self.pixel_std))
         self.set_pixel_statistics(self.pixel_mean, [1.0, 1.0, 1.0])
 
     def set_pixel_statistics(self, mean: list[float], std: list[float]) -> None:
-        """Sets what `normalize` does."""
+        """Sets the mean and deviation that `normalize` uses."""
         self.pixel_mean, self.pixel_std = mean, std
         self._statistics.clear()
 
@@ -328,25 +334,28 @@ class Detector(ImageModel):
         pixel_std: tuple[float, float, float],
         size_multiple: int | None = None,
     ) -> None:
-        """Args: size_multiple: None: the largest stride."""
+        """Initialises what all detectors have.
+
+        Args: size_multiple: None: the largest stride.
+        """
         super().__init__(num_classes, size_multiple or max(strides), pixel_mean, pixel_std)
         self.strides = strides
         self.distillation: nn.Layer | None = None
 
     def decode(self, outputs: Any) -> tuple[Tensor, Tensor]:
-        """Outputs to scores_BNC in 0..1 and boxes_BN4, xyxy in input pixels.
+        """Turns outputs into scores_BNC in 0..1 and boxes_BN4, xyxy in input pixels.
 
-        Boxes are not clipped.  What it needs of the input, such as its size, is part of the
-        outputs.
+        Boxes are not clipped.  Properties of the input that it needs, such as the size, are part of
+        the outputs.
         """
         raise NotImplementedError
 
     def become_teacher(self) -> None:
-        """Makes raw outputs those that a student learns from."""
+        """Drops heads whose outputs a student should not learn from; the base has none."""
 
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries."""
+    """Yields the tensors in nested tuples, lists and dictionaries."""
     if isinstance(outputs, Tensor):
         yield outputs
     elif isinstance(outputs, Mapping):
@@ -357,9 +366,9 @@ def tensors_in(outputs: Any) -> Iterator[Tensor]:
 
 
 def weight_sizes(model: nn.Layer) -> dict[str, int]:
-    """Numbers in each parameter by key.
+    """Returns the number of weights of each parameter by key.
 
-    Without running statistics, which Paddle counts as such.
+    Running statistics, which Paddle counts as parameters, are left out.
     """
     return {
         key: math.prod(value.shape)
@@ -369,6 +378,7 @@ def weight_sizes(model: nn.Layer) -> dict[str, int]:
 
 
 def _channels(values: list[float]) -> Tensor:
+    """Returns one value for each RGB channel as a tensor [1, 3, 1, 1]."""
     return paddle.to_tensor(values, dtype="float32").reshape([1, 3, 1, 1])
 
 
@@ -376,20 +386,18 @@ _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D)
 Freeze = int | Sequence[str] | None  # see `frozen_keys`
 
 
-def freeze(model: ImageModel, what: Freeze) -> frozenset[str]:
-    """Freezes parts of a model, in place.
+def freeze(model: ImageModel, parts: Freeze) -> frozenset[str]:
+    """Freezes parts of a model, in place, before an optimizer is built.
 
-    Called before an optimizer is built.
+    Every rank freezes the same parts.  Their weights get no gradient and so neither an update nor
+    decay; their batch norms normalise by the running statistics and do not update them, also in
+    training mode.  The backward pass ends at the first weight that trains.
 
-    Every rank does the same.  Their weights get no gradient and so neither an update nor decay;
-    their batch norms normalise by the running statistics and leave them alone, also in training
-    mode.  Nothing is computed backwards for what comes before the first weight that trains.
-
-    Args: what: see `frozen_keys`.
-    Returns: state-dict keys of what does not change any more.
+    Args: parts: see `frozen_keys`.
+    Returns: state-dict keys of the frozen tensors.
     Raises: ConfigError: see `frozen_keys`.
     """
-    keys = frozen_keys(model, what)
+    keys = frozen_keys(model, parts)
     for key, parameter in model.named_parameters():
         if key in keys:
             parameter.stop_gradient = True
@@ -399,25 +407,25 @@ def freeze(model: ImageModel, what: Freeze) -> frozenset[str]:
     return keys
 
 
-def frozen_keys(model: ImageModel, what: Freeze) -> frozenset[str]:
-    """The state-dict keys that `train.freeze` means.
+def frozen_keys(model: ImageModel, parts: Freeze) -> frozenset[str]:
+    """Returns the state-dict keys that `train.freeze` selects.
 
     Args:
-        what: so many stages of the backbone, counted from the image (the stem is the first; see
-            `ImageModel.stages`), or patterns of keys (`matching_keys`), such as `backbone` or
+        parts: a number of stages of the backbone, counted from the image (the stem is the first;
+            see `ImageModel.stages`), or patterns of keys (`matching_keys`), such as `backbone` or
             `neck.fpn_stages.0`.  None: nothing.
     Raises: ConfigError: the backbone has fewer stages, no weight has such a key, or nothing is left
         to train.
     """
-    if what is None:
+    if parts is None:
         return frozenset()
     keys = list(model.state_dict())
-    if isinstance(what, int):
+    if isinstance(parts, int):
         stages = model.stages
         backbone = [name for name in stages if name not in (NECK, HEAD)]
-        if what > len(backbone):
+        if parts > len(backbone):
             raise ConfigError(
-                f"{what}: the backbone of this model has {len(backbone)} stages "
+                f"{parts}: the backbone of this model has {len(backbone)} stages "
                 f"({', '.join(backbone)})",
                 code="freeze_too_many_stages",
                 where="train.freeze",
@@ -426,10 +434,12 @@ def frozen_keys(model: ImageModel, what: Freeze) -> frozenset[str]:
                     f"{next(n for n in stages if n not in backbone)}]"
                 ),
             )
-        frozen = frozenset(key for name in backbone[:what] for key in stages[name])
+        frozen = frozenset(key for name in backbone[:parts] for key in stages[name])
     else:
-        frozen = frozenset(key for pattern in what for key in _to_freeze(pattern, keys))
-    if all(key in frozen for key, each in model.named_parameters() if not each.stop_gradient):
+        frozen = frozenset(key for pattern in parts for key in _match_frozen_keys(pattern, keys))
+    if all(
+        key in frozen for key, parameter in model.named_parameters() if not parameter.stop_gradient
+    ):
         raise ConfigError(
             "nothing is left to train",
             code="freeze_leaves_nothing",
@@ -440,55 +450,58 @@ def frozen_keys(model: ImageModel, what: Freeze) -> frozenset[str]:
 
 
 def matching_keys(pattern: str, keys: Iterable[str]) -> list[str]:
-    """Keys that begin with a pattern of names; * is any text."""
-    beginning = pattern.rstrip(".")
+    """Returns the keys that begin with a pattern of names, in which * is any text."""
+    prefix = pattern.rstrip(".")
     return [
         key
         for key in keys
-        if beginning and any(fnmatchcase(key, each) for each in (beginning, f"{beginning}.*"))
+        if prefix and any(fnmatchcase(key, form) for form in (prefix, f"{prefix}.*"))
     ]
 
 
 def expected_keys(pattern: str, keys: Sequence[str]) -> str:
-    """What a pattern that matches no key may have meant."""
+    """Describes the keys that a pattern without a match may have meant."""
     if "*" in pattern:
         return f"the nearest are {', '.join(difflib.get_close_matches(pattern, keys, 3, 0.0))}"
     # Possible continuations of the valid part of the key.
     parts = pattern.rstrip(".").split(".")
-    known, after = "", list(keys)
-    while parts and (inside := [k for k in keys if k.startswith(f"{known}{parts[0]}.")]):
-        known += f"{parts.pop(0)}."
-        after = inside
-    choices = ", ".join(dict.fromkeys(key.removeprefix(known).split(".")[0] for key in after))
-    return f"expected {known}{{{choices}}}" if known else f"expected one of {choices}"
+    prefix, candidates = "", list(keys)
+    while parts and (matches := [k for k in keys if k.startswith(f"{prefix}{parts[0]}.")]):
+        prefix += f"{parts.pop(0)}."
+        candidates = matches
+    choices = ", ".join(dict.fromkeys(key.removeprefix(prefix).split(".")[0] for key in candidates))
+    return f"expected {prefix}{{{choices}}}" if prefix else f"expected one of {choices}"
 
 
-def _to_freeze(pattern: str, keys: list[str]) -> list[str]:
-    """Raises: ConfigError: there are none."""
-    found = matching_keys(pattern, keys)
-    if not found:
+def _match_frozen_keys(pattern: str, keys: list[str]) -> list[str]:
+    """Returns the keys that match one pattern of `train.freeze`.
+
+    Raises: ConfigError: there are none.
+    """
+    matches = matching_keys(pattern, keys)
+    if not matches:
         raise ConfigError(
             f"no weight of this model has a key that begins with {pattern!r}; "
             f"{expected_keys(pattern, keys)}",
             code="freeze_unknown_key",
             where="train.freeze",
         )
-    return found
+    return matches
 
 
-def freezing(model: ImageModel, what: Freeze) -> list[str]:
-    """Log line: what of the model is frozen.
+def freezing(model: ImageModel, parts: Freeze) -> list[str]:
+    """Describes the frozen parts in a line for the log; [] if there are none.
 
     Raises: ConfigError: see `frozen_keys`.
     """
-    keys = frozen_keys(model, what)
+    keys = frozen_keys(model, parts)
     if not keys:
         return []
     sizes = weight_sizes(model)
     frozen = sum(size for key, size in sizes.items() if key in keys)
-    whole = [name for name, inside in model.stages.items() if keys >= {*inside}]
-    which = f" ({', '.join(whole)})" if whole else ""
+    complete_stages = [name for name, stage_keys in model.stages.items() if keys >= {*stage_keys}]
+    names = f" ({', '.join(complete_stages)})" if complete_stages else ""
     return [
-        f"frozen: {frozen} of {sum(sizes.values())} weights{which}; they and their running "
+        f"frozen: {frozen} of {sum(sizes.values())} weights{names}; they and their running "
         f"statistics stay as they are"
     ]

@@ -16,11 +16,9 @@ MODELS = {
 
 
 def build_model(config: ModelConfig | DetectorConfig) -> ImageModel:
-    """Model of a `model:` section, with fresh weights.
+    """Builds the model of a `model:` section, with new weights drawn from Paddle's seed.
 
-    Drawn from paddle's seed.
-
-    Raises: ConfigError: it is a plugin's, whose model cannot be imported.
+    Raises: ConfigError: it is a plugin's and cannot be imported.
     """
     target = config.model if isinstance(config, DetectorConfig) else MODELS[config.name]
     model: ImageModel = plugin.load(target)(config)

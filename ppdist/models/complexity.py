@@ -9,19 +9,22 @@ from paddle import nn
 
 from ppdist.models.base import ImageModel
 
-# Sides of the images that are counted with, in multiples of the model's: of one where all grows
-# with the pixels; else of two in which there are more places to look at than a model asks for.
+# Sides of the images that are counted with, in multiples of `size_multiple`.  One where all
+# operations grow with the pixels; else two, both with more cells than the model selects queries.
 _SIDE, _SIDES = 2, (8, 10)
 
 
 class Amount(NamedTuple):
-    """Something of an image: a fixed part, and one for each pixel."""
+    """A quantity per image: a fixed part, and a part for each pixel."""
 
     fixed: float
     pixel: float
 
     def of(self, size: tuple[int, int]) -> float:
-        """Args: size: (height, width)."""
+        """Returns the quantity for an image.
+
+        Args: size: (height, width).
+        """
         return self.fixed + self.pixel * size[0] * size[1]
 
 
@@ -36,8 +39,11 @@ class Complexity:
     parameters: int
     operations: Amount
 
-    def told(self, image_size: tuple[int, int]) -> str:
-        """`1.77 M parameters, 0.28 GFLOPs at 160 x 160`.  Args: image_size: (height, width)."""
+    def describe(self, image_size: tuple[int, int]) -> str:
+        """Describes the size, as in `1.77 M parameters, 0.28 GFLOPs at 160 x 160`.
+
+        Args: image_size: (height, width).
+        """
         height, width = image_size
         gflops = 1e-9 * self.operations.of(image_size)
         return (
@@ -46,13 +52,16 @@ class Complexity:
 
 
 def complexity(model: ImageModel) -> Complexity:
-    """Counts by predictions for small images.  Local; changes nothing.
+    """Counts a model's parameters, and its operations by predictions for small images.
+
+    Local; changes nothing.
 
     Args: model: as built, on eager convolutions.
     """
     training = [layer for layer in model.sublayers(include_self=True) if layer.training]
     sides = (_SIDE,) if getattr(model, "strides", True) else _SIDES
     counts: list[tuple[int, int]] = []
+    # In eval mode, so that batch norms do not update their statistics.
     model.eval()
     try:
         for side in sides:
@@ -68,16 +77,16 @@ def complexity(model: ImageModel) -> Complexity:
 
 
 def _amount(pixels: Sequence[int], counts: Sequence[int]) -> Amount:
-    """What goes through one or two points."""
+    """Fits the quantity to its values for one or two image sizes."""
     if len(counts) == 1:
         return Amount(0.0, counts[0] / pixels[0])
-    of_pixel = (counts[1] - counts[0]) / (pixels[1] - pixels[0])
-    return Amount(counts[0] - of_pixel * pixels[0], of_pixel)
+    per_pixel = (counts[1] - counts[0]) / (pixels[1] - pixels[0])
+    return Amount(counts[0] - per_pixel * pixels[0], per_pixel)
 
 
 @paddle.no_grad()
 def _operations(model: ImageModel, images_B3HW: paddle.Tensor) -> int:
-    """Of a prediction."""
+    """Counts the operations of one prediction."""
     products = 0
 
     def count(layer: nn.Layer, _: Any, output: paddle.Tensor) -> None:

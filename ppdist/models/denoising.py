@@ -19,11 +19,11 @@ _DRAWS = 10  # numbers for each query: label drawn?, label, and for each side ho
 
 
 class NoisyQueries(NamedTuple):
-    """Denoising queries: what the decoder is given, and what each stands for.
+    """Denoising queries: the decoder's input, and the box that each of them stands for.
 
-    labels_BD: int64, class that it is told; 0 where the query is not used.
+    labels_BD: int64, class given to the query; 0 where it is not used.
     boxes_BD4: cx, cy, w, h in 0..1 of the input.
-    group_BD: int64, which group it belongs to; a number of its own where not used.
+    group_BD: int64, number of the query's group; a unique number where it is not used.
     target_BD, positive_BD, negative_BD, groups_B: see `Denoised`.
     """
 
@@ -37,19 +37,19 @@ class NoisyQueries(NamedTuple):
 
     @property
     def used_BD(self) -> Tensor:
-        """float32, 1 where the query is used."""
+        """Returns float32, 1 where the query is used."""
         return self.positive_BD + self.negative_BD
 
 
 class DenoisingQueries:
-    """Makes denoising queries of targets.
+    """Builder of denoising queries from targets.
 
         groups of an image with n boxes: max(1, denoising // n), each n near and n far queries
 
-    Nothing depends on the other images of a micro-batch: groups are counted by image (the originals
-    take the largest of the batch), the noise is drawn from the image's own seed, and queries that
-    an image does not use are hidden.  So many are made that every image with up to `denoising`
-    boxes has room, which is known without looking at the targets.
+    Nothing depends on the other images of a micro-batch: groups are counted for each image (the
+    originals take the largest count of the batch), the noise is drawn from the image's own seed,
+    and queries that an image does not use are hidden.  Their number leaves room for every image
+    with up to `denoising` boxes, so that it is known without looking at the targets.
     """
 
     def __init__(self, num_classes: int, denoising: int) -> None:
@@ -57,9 +57,13 @@ class DenoisingQueries:
 
     @paddle.no_grad()
     def __call__(self, targets: Targets, size_4: Tensor) -> NoisyQueries:
-        """Args: size_4: width, height, width, height of the input, pixels."""
-        most = targets.boxes_BM4.shape[1]
-        slots = 2 * max(self.denoising, most)
+        """Builds the queries of a micro-batch.
+
+        Args: size_4: width, height, width, height of the input, pixels.
+        """
+        max_boxes = targets.boxes_BM4.shape[1]
+        slots = 2 * max(self.denoising, max_boxes)
+        # A slot is one query: group by group, in a group first the near and then the far queries.
         count_B1 = targets.mask_BM.astype("int64").sum(axis=1, keepdim=True)
         at_least_B1 = count_B1.clip(min=1)
         groups_B1 = (self.denoising // at_least_B1).clip(min=1)
@@ -70,20 +74,20 @@ class DenoisingQueries:
         target_BD = place_BD % at_least_B1
         noise_BDK = paddle.to_tensor(_noise(targets.seeds_B, slots))
 
-        own_BD = paddle.take_along_axis(targets.labels_BM.astype("int64"), target_BD, axis=1)
-        other_BD = (noise_BDK[:, :, 1] * self.num_classes).astype("int64")
-        labels_BD = paddle.where(noise_BDK[:, :, 0] < LABEL_NOISE, other_BD, own_BD)
+        true_BD = paddle.take_along_axis(targets.labels_BM.astype("int64"), target_BD, axis=1)
+        random_BD = (noise_BDK[:, :, 1] * self.num_classes).astype("int64")
+        labels_BD = paddle.where(noise_BDK[:, :, 0] < LABEL_NOISE, random_BD, true_BD)
         labels_BD = paddle.where(used_BD, labels_BD, paddle.zeros_like(labels_BD))
 
         index_BD4 = target_BD.unsqueeze(-1).expand([-1, -1, 4])
         box_BD4 = paddle.take_along_axis(targets.boxes_BM4 / size_4, index_BD4, axis=1)
         half_BD2 = (box_BD4[:, :, 2:] - box_BD4[:, :, :2]) / 2
-        # A near box moves each side by less than half its size, a far one by half to all of it.
+        # Sides of a near box move by less than half the box's size, sides of a far one by more.
         move_BD4 = noise_BDK[:, :, 2:6] + (~near_BD).astype("float32").unsqueeze(-1)
         sign_BD4 = paddle.where(noise_BDK[:, :, 6:] < 0.5, -1.0, 1.0)
         box_BD4 = box_BD4 + move_BD4 * sign_BD4 * paddle.concat([half_BD2, half_BD2], axis=-1)
         low_BD2, high_BD2 = box_BD4.clip(0.0, 1.0).chunk(2, axis=-1)
-        # abs: sides may have changed places (as in D-FINE; RT-DETR shrinks such boxes to nothing)
+        # abs: sides may have swapped places (as in D-FINE; RT-DETR shrinks such boxes to nothing).
         box_BD4 = paddle.concat([(low_BD2 + high_BD2) / 2, (high_BD2 - low_BD2).abs()], axis=-1)
         return NoisyQueries(
             labels_BD,
@@ -97,7 +101,7 @@ class DenoisingQueries:
 
 
 def _noise(seeds_B: np.ndarray, slots: int) -> np.ndarray:
-    """[B, slots, _DRAWS] in 0..1, float32.
+    """Draws the noise of all queries: [B, slots, _DRAWS] in 0..1, float32.
 
     The numbers of a slot do not depend on how many slots there are.
     """
@@ -106,18 +110,21 @@ def _noise(seeds_B: np.ndarray, slots: int) -> np.ndarray:
 
 
 def attention_bias(group_BD: Tensor, queries: int) -> Tensor:
-    """What is added to attention logits: 0, or HIDDEN.
+    """Builds the bias of the attention logits: 0 where a query may look, HIDDEN elsewhere.
 
-    [B, H, D + Q, D + Q], the same for all heads: on a CPU the sum with one for all takes six times
-    as long, in every layer.
+    It is [B, H, D + Q, D + Q], repeated for all heads: broadcasting one for all takes six times as
+    long on a CPU, in every layer.
 
-    Args: queries: Q, those of the encoder, behind the denoising ones.
+    Args: queries: Q, those of the encoder, after the denoising ones.
     """
     batch, slots = group_BD.shape
-    same_BDD = (group_BD.unsqueeze(2) == group_BD.unsqueeze(1)).astype("float32")
-    among_BDD = (1 - same_BDD) * HIDDEN
-    seen_BDQ = paddle.zeros([batch, slots, queries])
-    hidden_BQD = paddle.full([batch, queries, slots], HIDDEN)
-    rest_BQQ = paddle.zeros([batch, queries, queries])
-    rows = [paddle.concat(pair, 2) for pair in ((among_BDD, seen_BDQ), (hidden_BQD, rest_BQQ))]
+    same_group_BDD = (group_BD.unsqueeze(2) == group_BD.unsqueeze(1)).astype("float32")
+    denoising_BDD = (1 - same_group_BDD) * HIDDEN
+    encoder_BDQ = paddle.zeros([batch, slots, queries])
+    denoising_BQD = paddle.full([batch, queries, slots], HIDDEN)
+    encoder_BQQ = paddle.zeros([batch, queries, queries])
+    rows = [
+        paddle.concat(pair, 2)
+        for pair in ((denoising_BDD, encoder_BDQ), (denoising_BQD, encoder_BQQ))
+    ]
     return paddle.concat(rows, axis=1).unsqueeze(1).tile([1, HEADS, 1, 1])

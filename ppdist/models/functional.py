@@ -1,8 +1,8 @@
 """Operations on feature maps [B, C, H, W], for models: functions of Paddle's names and arguments.
 
 Paddle's operators compute them, unless kernels that keep maps in a layout of their own have taken
-over (`compute_by`, which ppdist/cpu/ calls).  Models of this package hand what a layer gives them
-to these functions and to layers alone, and to any other operator by `plain`.
+over (`compute_by`, which ppdist/cpu/ calls).  Models of this package pass the output of a layer
+to these functions and to layers only, and to any other operator through `plain`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _compute: Callable[..., Any] | None = None
 
 
 def compute_by(kernels: Callable[..., Any]) -> None:
-    """Lets kernels compute the operations of this module from now on.
+    """Makes `kernels` compute the operations of this module from now on.
 
     Args: kernels: called with the operation, Paddle's operator, and the arguments.
     """
@@ -29,28 +29,29 @@ def compute_by(kernels: Callable[..., Any]) -> None:
 
 
 def _operation(operator: _Operation) -> _Operation:
-    """Makes an operator of Paddle's an operation that kernels may take over."""
+    """Turns an operator of Paddle into an operation that kernels may take over."""
 
     @wraps(operator)
-    def run(*arguments: Any, **named: Any) -> Any:
+    def run(*arguments: Any, **keywords: Any) -> Any:
         if _compute is None:
-            return operator(*arguments, **named)
-        return _compute(run, operator, *arguments, **named)
+            return operator(*arguments, **keywords)
+        return _compute(run, operator, *arguments, **keywords)
 
     return run  # type: ignore[return-value]
 
 
 @_operation
 def plain(x: Tensor) -> Tensor:
-    """Gives a map as any operator takes it: [B, C, H, W] in memory, in a type that Paddle has."""
+    """Returns the map as any operator takes it: [B, C, H, W] in memory, in a type of Paddle."""
     return x
 
 
 @_operation
 def share(x: Tensor, count: int) -> Sequence[Tensor]:
-    """Gives the map to `count` readers.
+    """Returns the map for each of `count` readers.
 
-    It may be left out: it spares training in bfloat16 on a CPU Paddle's slow sum of gradients.
+    A model may do without it.  It spares training in bfloat16 on a CPU Paddle's slow sum of the
+    readers' gradients.
     """
     return [x] * count
 
@@ -67,20 +68,20 @@ hardswish = _operation(F.hardswish)
 
 @_operation
 def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x), also called swish.
+    """Computes x * sigmoid(x), also called swish.
 
-    Both of Paddle's operators compute it.  In a saved graph it is `swish`, which oneDNN makes part
-    of the convolution before it; `silu` it does not know.
+    Two operators of Paddle compute it.  A saved graph has `swish`, which oneDNN fuses into the
+    convolution before it; it does not know `silu`.
     """
     return F.silu(x) if paddle.in_dynamic_mode() else F.swish(x)
 
 
 @_operation
 def leaky_relu(x: Tensor) -> Tensor:
-    """x where positive, else LEAKY_SLOPE * x.
+    """Computes x where positive, else LEAKY_SLOPE * x.
 
-    In a saved graph max(x, LEAKY_SLOPE * x), the same numbers: Paddle 3.3's oneDNN predictor dies
-    (SIGSEGV) when it loads a graph with the operator.
+    A saved graph has max(x, LEAKY_SLOPE * x), which gives the same numbers: Paddle 3.3's oneDNN
+    predictor crashes (SIGSEGV) when it loads a graph with the operator.
     """
     if paddle.in_dynamic_mode():
         return F.leaky_relu(x, LEAKY_SLOPE)
@@ -98,7 +99,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @_operation
 def upsample2x(x: Tensor) -> Tensor:
-    """Nearest-neighbour x2, [B, C, H, W] -> [B, C, 2H, 2W].
+    """Upsamples by nearest neighbour, [B, C, H, W] -> [B, C, 2H, 2W].
 
     Written with stack and flatten: F.interpolate gives the same values, but Paddle 3.3's oneDNN
     predictor and its ONNX converter both fail on the operator's list-of-doubles attribute.
@@ -109,20 +110,20 @@ def upsample2x(x: Tensor) -> Tensor:
 
 @_operation
 def spatial_mean(x: Tensor) -> Tensor:
-    """Mean over all cells, [B, C, 1, 1]."""
+    """Averages over all cells, [B, C, 1, 1]."""
     return F.adaptive_avg_pool2d(x.astype("float32") if x.dtype == paddle.bfloat16 else x, 1)
 
 
 @_operation
 def scale_channels(x: Tensor, factor_BC11: Tensor) -> Tensor:
     """Multiplies each channel by its factor, which is float32."""
-    if x.dtype == paddle.bfloat16:  # the gradient of a factor sums a whole map
+    if x.dtype == paddle.bfloat16:  # the gradient of a factor is a sum over a map
         return (x.astype("float32") * factor_BC11).astype("bfloat16")
     return x * factor_BC11
 
 
 def affine(x: Tensor, scale_1: Tensor, bias_1: Tensor) -> Tensor:
-    """scale * x + bias for the whole map, in any layout; both are float32."""
-    if x.dtype == paddle.bfloat16:  # the gradients of both sum a whole map
+    """Computes scale * x + bias for a map in any layout; scale and bias are float32."""
+    if x.dtype == paddle.bfloat16:  # the gradients of scale and bias are sums over a map
         return (x.astype("float32") * scale_1 + bias_1).astype("bfloat16")
     return x * scale_1 + bias_1

@@ -18,11 +18,11 @@ from ppdist.models.layers import ConvBNLayer
 class HGNetSize(NamedTuple):
     """Channels and counts of one HGNetv2.
 
-    stem: channels inside and behind the stem.
+    stem: channels inside and after the stem.
     inside: channels of the convolutions in the blocks of levels 2 to 5.
     out: channels of levels 2 to 5.
-    blocks: in each of these stages.
-    convolutions: in each block.
+    blocks: number in each of these stages.
+    convolutions: number in each block.
     """
 
     stem: tuple[int, int]
@@ -42,7 +42,7 @@ LIGHT_FROM = 4  # level whose blocks are of light convolutions, 5x5
 
 
 class LearnableAffine(nn.Layer):
-    """scale * x + bias, two learned numbers."""
+    """scale * x + bias with two learned numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class LearnableAffine(nn.Layer):
 
 
 class AffineConvBNLayer(nn.Layer):
-    """ConvBNLayer with ReLU, then `LearnableAffine`."""
+    """ConvBNLayer with ReLU, followed by `LearnableAffine`."""
 
     def __init__(self, block: ConvBNLayer) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def _conv(
     groups: int = 1,
     padding: int | None = None,
 ) -> nn.Layer:
-    """ConvBNLayer with ReLU; `affine`: with a `LearnableAffine` behind it."""
+    """Builds a ConvBNLayer with ReLU; `affine`: followed by a `LearnableAffine`."""
     block = ConvBNLayer(
         in_channels, out_channels, kernel, stride, "relu", groups=groups, padding=padding
     )
@@ -94,10 +94,10 @@ class LightConv(nn.Layer):
 
 
 class HGStem(nn.Layer):
-    """A quarter of the resolution.
+    """Stem that reduces the resolution to a quarter.
 
-    2x2 convolutions stand beside a 2x2 max pooling.  Both look right and down, so zeros are added
-    on those sides.
+    2x2 convolutions run in parallel with a 2x2 max pooling.  Their windows extend to the right and
+    down, so zeros are added on those sides.
     """
 
     def __init__(self, middle: int, out_channels: int, affine: bool) -> None:
@@ -119,7 +119,7 @@ _RIGHT_AND_DOWN = [0, 1, 0, 1]  # zeros left, right, above, below
 
 
 class HGBlock(nn.Layer):
-    """Convolutions in a row; all outputs, mixed; plus the input."""
+    """Convolutions in a row, all outputs concatenated and mixed; plus the input where it fits."""
 
     def __init__(
         self,
@@ -131,12 +131,12 @@ class HGBlock(nn.Layer):
         affine: bool,
     ) -> None:
         super().__init__()
-        before, layers = in_channels, list[nn.Layer]()
+        width, layers = in_channels, list[nn.Layer]()
         for _ in range(convolutions):
             layers.append(
-                LightConv(before, inside, 5, affine) if light else _conv(before, inside, 3, affine)
+                LightConv(width, inside, 5, affine) if light else _conv(width, inside, 3, affine)
             )
-            before = inside
+            width = inside
         self.layers = nn.LayerList(layers)
         self.aggregation = nn.Sequential(
             _conv(in_channels + convolutions * inside, out_channels // 2, 1, affine),
@@ -145,17 +145,17 @@ class HGBlock(nn.Layer):
         self.residual = in_channels == out_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        beside, *rest = functional.share(x, 2 if not self.residual else 3)
-        outputs, x = [beside], rest[0]
+        first, *branches = functional.share(x, 2 if not self.residual else 3)
+        outputs, x = [first], branches[0]
         for layer in self.layers[:-1]:
-            kept, x = functional.share(layer(x), 2)
-            outputs.append(kept)
+            output, x = functional.share(layer(x), 2)
+            outputs.append(output)
         x = self.aggregation(functional.concat([*outputs, self.layers[-1](x)], axis=1))
-        return functional.add(x, rest[1]) if self.residual else x
+        return functional.add(x, branches[1]) if self.residual else x
 
 
 class HGStage(nn.Layer):
-    """Halves the resolution, but for the first stage; then blocks."""
+    """Stage that halves the resolution, except the first, and then applies its blocks."""
 
     def __init__(self, in_channels: int, size: HGNetSize, level: int, affine: bool) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ TEMPERATURE = 10000.0  # of the position embedding
 
 
 class TransformerEncoderLayer(nn.Layer):
-    """Self-attention, then two linear layers with GELU; layer norm behind each sum."""
+    """Self-attention, then two linear layers with GELU; layer norm after each sum."""
 
     def __init__(self, width: int, inside: int) -> None:
         super().__init__()
@@ -56,44 +56,46 @@ class TransformerEncoder(nn.Layer):
 
 
 def _positions(feature_BDHW: Tensor) -> Tensor:
-    """Sine and cosine of row and column, [H * W, D].
+    """Computes the position embedding [H * W, D]: sine and cosine of row and column.
 
     A quarter of the channels each: sin(y w), cos(y w), sin(x w), cos(x w), w = T ** (-4 i / D).
-    (The originals count along columns first, which for squares is the same, for other shapes is
-    not where the cells lie.)
+    (The originals count along columns first.  For squares that is the same; for other shapes it
+    gives cells the position of others.)
     """
     width = feature_BDHW.shape[1]
     if paddle.in_dynamic_mode():
-        height, across = feature_BDHW.shape[2:]
-        return _fixed_positions(height, across, width, str(feature_BDHW.place))
+        height, columns = feature_BDHW.shape[2:]
+        return _fixed_positions(height, columns, width, str(feature_BDHW.place))
     shape = paddle.shape(feature_BDHW)
     y, x = (paddle.arange(0, shape[axis], dtype="float32") for axis in (2, 3))
-    place_N2 = paddle.stack([each.flatten() for each in paddle.meshgrid(y, x)], axis=1)
+    cell_N2 = paddle.stack([grid.flatten() for grid in paddle.meshgrid(y, x)], axis=1)
     rate_2D = np.kron(np.eye(2), np.tile(_rates(width), 2))  # y: w w 0 0, x: 0 0 w w
     # cos x = sin(x + pi / 2): of sin and cos of one tensor Paddle 3.3's oneDNN predictor
     # overwrites the first with the second.
-    ahead_D = np.tile(np.repeat([0.0, np.pi / 2], width // 4), 2)
-    rate_2D, ahead_D = (paddle.to_tensor(each.astype("float32")) for each in (rate_2D, ahead_D))
-    return paddle.sin(paddle.matmul(place_N2, rate_2D) + ahead_D)
+    phase_D = np.tile(np.repeat([0.0, np.pi / 2], width // 4), 2)
+    rate_2D, phase_D = (paddle.to_tensor(x.astype("float32")) for x in (rate_2D, phase_D))
+    return paddle.sin(paddle.matmul(cell_N2, rate_2D) + phase_D)
 
 
 def _rates(width: int) -> np.ndarray:
+    """Returns the angular rates w of the position embedding, [D / 4]."""
     return TEMPERATURE ** (-np.arange(width // 4) / (width // 4))
 
 
 @lru_cache(maxsize=64)
-def _fixed_positions(height: int, across: int, width: int, place: str) -> Tensor:
-    y, x = (np.arange(count)[:, None] * _rates(width) for count in (height, across))
-    rows = np.concatenate([np.sin(y), np.cos(y)], axis=1)[:, None].repeat(across, 1)
-    columns = np.concatenate([np.sin(x), np.cos(x)], axis=1)[None].repeat(height, 0)
-    both = np.concatenate([rows, columns], axis=2).reshape(-1, width)
-    return paddle.to_tensor(both.astype("float32"))
+def _fixed_positions(height: int, columns: int, width: int, place: str) -> Tensor:
+    """Computes the position embedding of a map of known size, [H * W, D]."""
+    y, x = (np.arange(count)[:, None] * _rates(width) for count in (height, columns))
+    row_HWX = np.concatenate([np.sin(y), np.cos(y)], axis=1)[:, None].repeat(columns, 1)
+    column_HWX = np.concatenate([np.sin(x), np.cos(x)], axis=1)[None].repeat(height, 0)
+    embedding = np.concatenate([row_HWX, column_HWX], axis=2).reshape(-1, width)
+    return paddle.to_tensor(embedding.astype("float32"))
 
 
 class CSPRepLayer(nn.Layer):
     """Cross-stage partial block of RepConvs.
 
-    Two 1x1 ConvBNLayers side by side, RepConvs behind the first; their sum, widened by a 1x1.
+    Two parallel 1x1 ConvBNLayers, the first followed by RepConvs; their sum, widened by a 1x1.
     """
 
     def __init__(self, in_channels: int, out_channels: int, inside: int, blocks: int) -> None:
@@ -112,7 +114,8 @@ class CSPRepLayer(nn.Layer):
 class RepNCSPELAN4(nn.Layer):
     """Efficient layer aggregation of two CSPRepLayers.
 
-    1x1; half of it passes two CSPRepLayers, each with a 3x3; all parts, mixed by a 1x1.
+    A 1x1; half of its output passes two CSPRepLayers, each followed by a 3x3; a 1x1 mixes all
+    parts.
     """
 
     def __init__(self, in_channels: int, out_channels: int, inside: int, blocks: int) -> None:
@@ -128,9 +131,9 @@ class RepNCSPELAN4(nn.Layer):
         self.cv4 = ConvBNLayer(2 * half + 2 * inside, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        whole, x = functional.share(self.cv1(x), 2)
-        kept, x = functional.share(self.cv2(functional.chunk(x, 2, axis=1)[1]), 2)
-        return self.cv4(functional.concat([whole, kept, self.cv3(x)], axis=1))
+        projected, x = functional.share(self.cv1(x), 2)
+        deeper, x = functional.share(self.cv2(functional.chunk(x, 2, axis=1)[1]), 2)
+        return self.cv4(functional.concat([projected, deeper, self.cv3(x)], axis=1))
 
 
 class SCDown(nn.Layer):
@@ -146,17 +149,15 @@ class SCDown(nn.Layer):
 
 
 class HybridEncoder(nn.Layer):
-    """The neck: features in, as many of one width out.
-
-    Both fine to coarse.
+    """The neck: features in, as many features of one width out, both fine to coarse.
 
     Args:
-        in_channels: of the features.
+        in_channels: channels of the features.
         width: D, channels of all outputs.
-        inside: of AIFI's linear layers.
+        inside: width of AIFI's inner linear layers.
         expansion: channels inside a fusion as a multiple of D (D-FINE: of D / 2).
         blocks: RepConvs of a CSPRepLayer.
-        elan: D-FINE's fusion and halving.
+        elan: fuse and downsample as D-FINE does.
     """
 
     def __init__(
@@ -196,11 +197,11 @@ class HybridEncoder(nn.Layer):
         coarse = self.encoder[0](functional.plain(projected.pop()))
         inner = []  # coarse to fine
         for lateral, fuse, fine in zip(self.lateral_convs, self.fpn_blocks, projected[::-1]):
-            kept, coarse = functional.share(lateral(coarse), 2)
-            inner.append(kept)
+            lateral_output, coarse = functional.share(lateral(coarse), 2)
+            inner.append(lateral_output)
             coarse = fuse(functional.concat([functional.upsample2x(coarse), fine], axis=1))
         outputs = [coarse]
         for halve, fuse, coarse in zip(self.downsample_convs, self.pan_blocks, inner[::-1]):
-            kept, fine = functional.share(outputs.pop(), 2)
-            outputs += [kept, fuse(functional.concat([halve(fine), coarse], axis=1))]
+            output, fine = functional.share(outputs.pop(), 2)
+            outputs += [output, fuse(functional.concat([halve(fine), coarse], axis=1))]
         return outputs

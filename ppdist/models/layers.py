@@ -1,7 +1,7 @@
 """Building blocks of convolutional detectors.
 
-In this order: blocks of both families, of PP-YOLOE, of YOLOv5; what is set on a whole
-model (activation, start).
+In this order: blocks of both families, of PP-YOLOE, of YOLOv5; functions that set the activation
+and the initial weights of a model.
 
 Attribute names (`conv`, `bn`, `conv1`, `fc`, ...) are part of the contract: they are the keys under
 which the published weights are stored.
@@ -24,12 +24,12 @@ class ConvBNLayer(nn.Layer):
     """Convolution without bias, batch norm, activation.
 
     Args:
-        activation: OF_MODEL; a row of `ACTIVATIONS`, which then stays; None: nothing follows the
-            batch norm.
+        activation: OF_MODEL; a row of `ACTIVATIONS`, which `set_activation` then does not change;
+            None: nothing follows the batch norm.
         padding: zeros on each side, pixels; None: (kernel - 1) // 2.
         epsilon: added to the variance; Paddle's default.
         momentum: weight of the old value in the running statistics (torch counts the new one's).
-        groups: of channels that do not see each other; `in_channels` of them: depthwise.
+        groups: number of channel groups, convolved separately; `in_channels`: depthwise.
     """
 
     def __init__(
@@ -61,18 +61,19 @@ class ConvBNLayer(nn.Layer):
 
     @paddle.no_grad()
     def fuse_conv_bn(self) -> None:
-        """Fuses the batch norm into the convolution."""
+        """Fuses the batch norm into the convolution, in place."""
         if isinstance(self.bn, nn.Identity):
             return
-        kernel, bias = _fused_conv_bn(self)
+        kernel, bias = _fuse_parameters(self)
         self.conv.weight.set_value(kernel)
         self.conv.bias = self.conv.create_parameter(bias.shape, is_bias=True)
         self.conv.bias.set_value(bias)
         self.bn = nn.Identity()
 
 
-def _fused_conv_bn(block: ConvBNLayer) -> tuple[Tensor, Tensor]:
-    """Kernel and bias of a convolution with its batch norm."""
+def _fuse_parameters(block: ConvBNLayer) -> tuple[Tensor, Tensor]:
+    """Computes kernel and bias of a convolution with its batch norm folded in."""
+    # norm(conv(x)) = w x * s + (b - mean * s) with s = gamma / sqrt(variance + epsilon).
     norm = block.bn
     mean, variance = paddle_api.running_statistics(norm)
     scale = norm.weight / paddle.sqrt(variance + paddle_api.epsilon(norm))
@@ -111,14 +112,15 @@ class RepConv(nn.Layer):
 
     @paddle.no_grad()
     def fuse(self) -> None:
-        """Replaces both branches by one 3x3 convolution."""
+        """Replaces both branches by one 3x3 convolution, in place."""
         if self.conv is not None:
             return
-        kernel, bias = _fused_conv_bn(self.conv1)
-        kernel_1x1, bias_1x1 = _fused_conv_bn(self.conv2)
+        kernel, bias = _fuse_parameters(self.conv1)
+        kernel_1x1, bias_1x1 = _fuse_parameters(self.conv2)
         if self.alpha is not None:
             kernel_1x1, bias_1x1 = self.alpha * kernel_1x1, self.alpha * bias_1x1
         channels = kernel.shape[0]
+        # A 1x1 kernel is a 3x3 kernel with zeros around it.
         fused = nn.Conv2D(channels, channels, 3, padding=1)
         fused.weight.set_value(kernel + F.pad(kernel_1x1, [1, 1, 1, 1]))
         fused.bias.set_value(bias + bias_1x1)
@@ -126,8 +128,8 @@ class RepConv(nn.Layer):
         self.conv = fused
 
 
-class _ConvolvedTwice(nn.Layer):
-    """conv2(conv1(x)); plus the input when `residual`."""
+class _TwoConvs(nn.Layer):
+    """Base of blocks that compute conv2(conv1(x)), plus the input if `residual`."""
 
     conv1: nn.Layer
     conv2: nn.Layer
@@ -136,12 +138,12 @@ class _ConvolvedTwice(nn.Layer):
     def forward(self, x: Tensor) -> Tensor:
         if not self.residual:
             return self.conv2(self.conv1(x))
-        x, beside = functional.share(x, 2)
-        return functional.add(beside, self.conv2(self.conv1(x)))
+        x, residual = functional.share(x, 2)
+        return functional.add(residual, self.conv2(self.conv1(x)))
 
 
-class RepBlock(_ConvolvedTwice):
-    """3x3 ConvBNLayer, then RepConv; plus the input when `residual`."""
+class RepBlock(_TwoConvs):
+    """3x3 ConvBNLayer, then RepConv; plus the input if `residual`."""
 
     def __init__(self, channels: int, residual: bool, scaled_branch: bool) -> None:
         super().__init__()
@@ -161,14 +163,17 @@ class EffectiveSELayer(nn.Layer):
         self.fc = nn.Conv2D(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = functional.share(x, 2)
-        return functional.scale_channels(x, F.hardsigmoid(self.fc(functional.spatial_mean(beside))))
+        x, pool_input = functional.share(x, 2)
+        return functional.scale_channels(
+            x, F.hardsigmoid(self.fc(functional.spatial_mean(pool_input)))
+        )
 
 
 class SPP(nn.Layer):
     """Spatial pyramid pooling.
 
-    The input beside its max-poolings of SIZES (stride 1), mixed by a 1x1 ConvBNLayer.
+    Concatenates the input with its max-pooled versions (kernel sizes SIZES, stride 1) and projects
+    the result with a 1x1 ConvBNLayer.
     """
 
     SIZES = (5, 9, 13)  # pixels
@@ -185,14 +190,14 @@ class SPP(nn.Layer):
 def yolov5_conv(
     in_channels: int, out_channels: int, kernel: int, stride: int = 1, padding: int | None = None
 ) -> ConvBNLayer:
-    """ConvBNLayer with the batch norm of YOLOv5."""
+    """Builds a ConvBNLayer with the batch norm of YOLOv5."""
     return ConvBNLayer(
         in_channels, out_channels, kernel, stride, padding=padding, epsilon=1e-3, momentum=0.97
     )
 
 
-class Bottleneck(_ConvolvedTwice):
-    """1x1, then 3x3; plus the input when `residual`."""
+class Bottleneck(_TwoConvs):
+    """1x1, then 3x3 convolution; plus the input if `residual`."""
 
     def __init__(self, channels: int, residual: bool) -> None:
         super().__init__()
@@ -204,7 +209,7 @@ class Bottleneck(_ConvolvedTwice):
 class C3(nn.Layer):
     """Cross-stage partial block with three convolutions.
 
-    Half the channels pass through bottlenecks, half beside them; a 1x1 mixes both.
+    Half the channels pass through bottlenecks, half bypass them; a 1x1 mixes the two halves.
     """
 
     def __init__(self, in_channels: int, out_channels: int, blocks: int, residual: bool) -> None:
@@ -216,15 +221,15 @@ class C3(nn.Layer):
         self.blocks = nn.Sequential(*[Bottleneck(half, residual) for _ in range(blocks)])
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = functional.share(x, 2)
-        mixed = functional.concat([self.blocks(self.conv1(x)), self.conv2(beside)], axis=1)
+        x, bypass = functional.share(x, 2)
+        mixed = functional.concat([self.blocks(self.conv1(x)), self.conv2(bypass)], axis=1)
         return self.conv3(mixed)
 
 
 class SPPF(nn.Layer):
-    """Spatial pyramid pooling, chained.
+    """Spatial pyramid pooling as a chain.
 
-    1x1, three 5x5 max-poolings one after the other (fields 5, 9, 13), all four mixed by 1x1.
+    A 1x1, then three 5x5 max-poolings in a row (receptive fields 5, 9, 13); a 1x1 mixes all four.
     """
 
     def __init__(self, channels: int) -> None:
@@ -240,7 +245,7 @@ class SPPF(nn.Layer):
 
 
 def set_activation(model: nn.Layer, name: str) -> None:
-    """Sets the activation of layers without one of their own.
+    """Sets the activation of layers that have none of their own.
 
     Args: name: a row of `ACTIVATIONS`.
     """
@@ -251,13 +256,11 @@ def set_activation(model: nn.Layer, name: str) -> None:
 
 @paddle.no_grad()
 def start_uniform(model: nn.Layer) -> None:
-    """Draws weights as torch does: U(-b, b), b = fan_in ** -0.5.
+    """Initialises convolutions and linear layers as torch does: U(-b, b), b = fan_in ** -0.5.
 
-    Of convolutions and linear layers.
-
-    Paddle's default is sqrt(6) times as large.  Behind a batch norm the length of a weight does not
-    matter to the output but divides its learning rate (arXiv:1706.05350), so the published recipe
-    needs this start.
+    Paddle's default is sqrt(6) times as large.  Before a batch norm the norm of a weight does not
+    change the output but divides its learning rate (arXiv:1706.05350), so the published recipe
+    needs this initialisation.
     """
     for layer in model.sublayers():
         if isinstance(layer, nn.Conv2D | nn.Linear):

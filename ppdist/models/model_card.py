@@ -47,14 +47,14 @@ from ppdist.models.yolov5 import DEPTH_WIDTH
 from ppdist.models.zoo import PublishedWeights, is_name, local_weights, published, zoo
 
 AGPL = "AGPL-3.0"
-_MOST_BYTES = 1 << 22  # of a card; a thousand class names take 20 KB
-_MOST_CLASSES = 100_000  # of a .pt
-_MOST_LETTERS = 1000  # of `source`, which grows with each fine-tuning
+_MAX_BYTES = 1 << 22  # of a card; a thousand class names take 20 KB
+_MAX_CLASSES = 100_000  # of a .pt
+_MAX_LETTERS = 1000  # of `source`, which grows with each fine-tuning
 T = TypeVar("T")
 
 
 class ModelCard(Section):
-    """What weights say of themselves; empty or null: not known."""
+    """Description that weights carry; empty or null fields: not known."""
 
     version: Literal[1] = Field(default=1, description="Version of this description.")
     task: Task = Field(
@@ -91,23 +91,23 @@ class ModelCard(Section):
     )
     licence: str = Field(
         default="",
-        max_length=_MOST_LETTERS,
+        max_length=_MAX_LETTERS,
         description="SPDX identifier of the licence that the weights come under, such as "
         'Apache-2.0 or AGPL-3.0. "": not known, or weights that were trained from scratch and '
         "are their trainer's.",
     )
     source: str = Field(
         default="",
-        max_length=_MOST_LETTERS,
+        max_length=_MAX_LETTERS,
         description="Where the weights come from: trained from scratch on which data, or "
         "fine-tuned from what.",
     )
     made_with: str = Field(
-        default="", max_length=_MOST_LETTERS, description="Version of ppdist, or what else."
+        default="", max_length=_MAX_LETTERS, description="Version of ppdist, or what else."
     )
 
     def text(self) -> str:
-        """As JSON, one line for each field."""
+        """Writes the card as JSON, one line for each field."""
         fields = self.model_dump(mode="json").items()
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields]
         return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -126,48 +126,48 @@ def card_of(
     licence: str = "",
     source: str = "",
 ) -> ModelCard:
-    """The card of a model that was built from a config.
+    """Builds the card of a model that was built from a config.
 
-    Args: licence, source: of its weights; see `fine_tuned`.
+    Args: licence, source: those of its weights; see `origin`.
     """
     task = config.model.task
     return ModelCard(
         task=task,
         model=section_of(config),
-        # No file holds half a character (a lone surrogate), and no run may end because of one.
+        # UTF-8 cannot encode a lone surrogate, and no run may end because a name has one.
         class_names=tuple(name.encode(errors="replace").decode() for name in class_names),
         category_ids=tuple(category_ids),
         image_size=config.model.image_size,
         resize=resize_section(config.data.resize, task),
         normalised=normalisation_of(model),
         nms=config.suppression if task == "detect" else None,
-        licence=licence[:_MOST_LETTERS],
-        source=source[:_MOST_LETTERS],
+        licence=licence[:_MAX_LETTERS],
+        source=source[:_MAX_LETTERS],
         made_with=f"ppdist {ppdist.__version__}",
     )
 
 
 def section_of(config: ExperimentConfig) -> dict[str, Any]:
-    """The `model` section as plain data, without what only its training needed."""
+    """Returns the `model` section as plain data, without keys that only its training needed."""
     return config.model.model_copy(update={"pretrained": None}).model_dump(mode="json")
 
 
 def normalisation_of(model: ImageModel) -> NormalisationSection:
-    """Normalisation of pixels as (x / 255 - mean) / std."""
+    """Describes the normalisation of pixels as (x / 255 - mean) / std."""
     mean = [round(value / 255, 9) for value in model.pixel_mean]
     std = [round(value / 255, 9) for value in model.pixel_std]
     return NormalisationSection(mean=(mean[0], mean[1], mean[2]), std=(std[0], std[1], std[2]))
 
 
 def origin(data: str, start: Path | None, card: ModelCard | None) -> tuple[str, str]:
-    """Licence and source of weights that are trained now.
+    """Returns licence and source of weights that are trained now.
 
-    The licence of the weights they start from stays with them.
+    They keep the licence of the weights from which they start.
 
     Args:
         data: what they are trained on, in a few words.
-        start: the weights they start from; None: from scratch.
-        card: of `start`.
+        start: the weights from which they start; None: from scratch.
+        card: the card of `start`.
     """
     if start is None:
         return "", f"trained from scratch on {data}"
@@ -178,7 +178,7 @@ def origin(data: str, start: Path | None, card: ModelCard | None) -> tuple[str, 
 
 
 def average_of(members: Sequence[Path], warn: Callable[[str], None]) -> tuple[str, str]:
-    """Licence and source of averaged weights."""
+    """Returns licence and source of averaged weights."""
     cards = [card for path in members if (card := read_card_or_warn(path, warn)) is not None]
     licences = list(dict.fromkeys(card.licence for card in cards if card.licence))
     sources = list(dict.fromkeys(card.source for card in cards if card.source))
@@ -186,9 +186,9 @@ def average_of(members: Sequence[Path], warn: Callable[[str], None]) -> tuple[st
 
 
 def licence_warning(weights: Path | str, card: ModelCard | None) -> str:
-    """Warning where a licence reaches what is made; "": none.
+    """Warns where a licence extends to what is made from the weights; "": it does not.
 
-    Args: card: of the weights.
+    Args: card: the card of the weights.
     """
     if card is None or "GPL" not in card.licence.upper():
         return ""
@@ -199,11 +199,10 @@ def licence_warning(weights: Path | str, card: ModelCard | None) -> str:
 
 
 def read_card(path: Path | str) -> ModelCard | None:
-    """The card of weights; None: they have none.
+    """Reads the card of weights; None: they have none (.pdparams, older versions, others).
 
-    Files without are .pdparams, those of older versions, others.
 
-    Nothing in it is run, and its size is bounded; its texts are a stranger's.
+    Nothing in it is executed, and its size is bounded; its texts may come from a stranger.
 
     Args: path: a checkpoint, a run's output_dir (its best), an export's folder, a weight file, or a
         name of the zoo, which is downloaded if needed; what is known of a published file is
@@ -214,41 +213,43 @@ def read_card(path: Path | str) -> ModelCard | None:
     require_there(path)
     if path.is_dir():
         if (path / "infer.yml").is_file():
-            return _of_export(path / "infer.yml")
-        there = (path / "manifest.json").is_file()
-        return through_links(path, _of_checkpoint) if there else None
+            return _read_export_card(path / "infer.yml")
+        has_manifest = (path / "manifest.json").is_file()
+        return through_links(path, _read_checkpoint_card) if has_manifest else None
     if path.suffix.lower() in (".pt", ".pth", ".ckpt"):
-        return _of_zoo(entry, _guarded(path, lambda: _of_torch(read_torch_content(path))))
+        return _add_published(
+            entry, _read_or_damaged(path, lambda: _make_torch_card(read_torch_content(path)))
+        )
     text = read_notes(path).get(CARD_NOTE)
     if text is not None:
         return _parse(text.encode(), path)
-    beside = path.parent / "manifest.json"  # model.safetensors of a checkpoint
-    return _of_checkpoint(path.parent) if beside.is_file() else _of_zoo(entry, None)
+    manifest = path.parent / "manifest.json"  # model.safetensors of a checkpoint
+    return _read_checkpoint_card(path.parent) if manifest.is_file() else _add_published(entry, None)
 
 
-def _of_zoo(entry: PublishedWeights | None, card: ModelCard | None) -> ModelCard | None:
-    """A card with what is known of published weights.
+def _add_published(entry: PublishedWeights | None, card: ModelCard | None) -> ModelCard | None:
+    """Adds to a card what is known of published weights.
 
-    Args: card: what their file says.
+    Args: card: the card of their file.
     """
     if entry is None:
         return card
-    known: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "licence": entry.source.licence,
         "source": f"{entry.name}, {entry.source.home} ({entry.source.remark})",
     }
     if card is None or not card.class_names:
-        known |= {"class_names": entry.class_names, "category_ids": entry.category_ids}
+        fields |= {"class_names": entry.class_names, "category_ids": entry.category_ids}
     if (card is None or card.model is None) and entry.protocol is not None:  # no backbone alone
         config = load_config(find_config(entry.config), entry.overrides)
-        known |= {
+        fields |= {
             "task": config.model.task,
             "model": section_of(config),
             "image_size": config.model.image_size,
             "resize": resize_section(config.data.resize, config.model.task),
             "nms": config.suppression if config.model.task == "detect" else None,
         }
-    return (card or ModelCard()).model_copy(update=known)
+    return (card or ModelCard()).model_copy(update=fields)
 
 
 def read_card_or_warn(
@@ -302,34 +303,41 @@ def require_classes_of(
 
 
 def _parse(text: bytes, where: Path) -> ModelCard:
-    """Fields that this version does not know are left out."""
-    if len(text) > _MOST_BYTES:
-        raise _no_card(where, f"{len(text)} bytes, expected at most {_MOST_BYTES}")
+    """Parses a card; leaves out fields that this version does not know.
+
+    Raises: WeightsError `model_card_invalid`.
+    """
+    if len(text) > _MAX_BYTES:
+        raise _invalid_card(where, f"{len(text)} bytes, expected at most {_MAX_BYTES}")
     try:
-        found = json.loads(text)
-        if not isinstance(found, dict):
-            raise ValueError(f"expected an object, found {type(found).__name__}")
-        known = {key: value for key, value in found.items() if key in ModelCard.model_fields}
-        return ModelCard.model_validate_json(json.dumps(known), strict=True)
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise ValueError(f"expected an object, found {type(content).__name__}")
+        fields = {key: value for key, value in content.items() if key in ModelCard.model_fields}
+        return ModelCard.model_validate_json(json.dumps(fields), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise _no_card(where, f"{shown(key)}: {shown(first['msg'])}") from None
+        raise _invalid_card(where, f"{shown(key)}: {shown(first['msg'])}") from None
     except (ValueError, RecursionError) as error:
-        raise _no_card(where, shown(str(error))) from None
+        raise _invalid_card(where, shown(str(error))) from None
 
 
-def _no_card(where: Path, why: str) -> WeightsError:
+def _invalid_card(where: Path, reason: str) -> WeightsError:
+    """Builds the error of a card that cannot be read."""
     return WeightsError(
-        f"its model card cannot be read: {why}",
+        f"its model card cannot be read: {reason}",
         code="model_card_invalid",
         where=str(where),
         fix="give -c CONFIG, or install the newer ppdist that wrote it",
     )
 
 
-def _guarded(path: Path, read: Callable[[], T]) -> T:
-    """As weights.read_arrays: parsers of pickles have no list of what they raise."""
+def _read_or_damaged(path: Path, read: Callable[[], T]) -> T:
+    """Reads a pickle; whatever its parser raises becomes a WeightsError.
+
+    Parsers of pickles have no list of the errors that they raise; see weights.read_arrays.
+    """
     try:
         return read()
     except WeightsError:
@@ -343,42 +351,44 @@ def _guarded(path: Path, read: Callable[[], T]) -> T:
         ) from error
 
 
-def _of_checkpoint(folder: Path) -> ModelCard | None:
-    found = checked_files(folder, (CARD_FILE,), _MOST_BYTES)
-    return _parse(found[CARD_FILE], folder / CARD_FILE) if found else None
+def _read_checkpoint_card(folder: Path) -> ModelCard | None:
+    """Reads the card of a checkpoint; None: it has none."""
+    files = checked_files(folder, (CARD_FILE,), _MAX_BYTES)
+    return _parse(files[CARD_FILE], folder / CARD_FILE) if files else None
 
 
-def _of_export(file: Path) -> ModelCard:
-    """Of infer.yml, which is JSON; `ppdist.export.spec` writes it."""
+def _read_export_card(file: Path) -> ModelCard:
+    """Makes a card of infer.yml, which is JSON and written by `ppdist.export.spec`."""
     try:
-        found = json.loads(read_file(file, _MOST_BYTES))
-        taken = {key: found[key] for key in ModelCard.model_fields if key in found}
-        taken |= {"model": found.get("network"), "image_size": found["input"]["size"]}
-        taken |= {"normalised": found["input"].get("normalised")}
-        return _parse(json.dumps(taken).encode(), file)
+        spec = json.loads(read_file(file, _MAX_BYTES))
+        fields = {key: spec[key] for key in ModelCard.model_fields if key in spec}
+        fields |= {"model": spec.get("network"), "image_size": spec["input"]["size"]}
+        fields |= {"normalised": spec["input"].get("normalised")}
+        return _parse(json.dumps(fields).encode(), file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, WeightsError):
             raise
-        raise _no_card(file, shown(repr(error))) from error
+        raise _invalid_card(file, shown(repr(error))) from error
 
 
-# Where ultralytics' programs keep their classes.  Their weights come under the licence of the code.
+# Modules of the classes in ultralytics' pickles.  Their weights come under the licence of the code.
 _ULTRALYTICS = ("models.yolo", "ultralytics.")
 _YOLOV5_NMS = NMSConfig(score_threshold=0.001, iou_threshold=0.6, candidates=10000, keep=300)
 
 
-def _of_torch(content: object) -> ModelCard | None:
-    """Card of a pickled model; None: a state dict says nothing."""
+def _make_torch_card(content: object) -> ModelCard | None:
+    """Makes the card of a pickled model; None: a state dict describes nothing."""
     saved = mapping(content) or {}
-    for each in (saved.get("ema"), saved.get("model"), content):
-        if isinstance(each, PickledObject) and each.maker.module.startswith(_ULTRALYTICS):
-            return _of_ultralytics(each, saved)
+    for candidate in (saved.get("ema"), saved.get("model"), content):
+        if isinstance(candidate, PickledObject) and candidate.maker.module.startswith(_ULTRALYTICS):
+            return _make_ultralytics_card(candidate, saved)
     return None
 
 
-def _of_ultralytics(model: PickledObject, saved: Mapping[str, object]) -> ModelCard:
+def _make_ultralytics_card(model: PickledObject, saved: Mapping[str, object]) -> ModelCard:
+    """Makes the card of a model that ultralytics' software pickled."""
     state = mapping(model.state) or {}
-    names = _names(state.get("names"))
+    names = _class_names(state.get("names"))
     section = None
     if model.maker.module == "models.yolo":
         section = config_of_rows(mapping(state.get("yaml")) or {}, len(names), saved.get("opt"))
@@ -395,29 +405,32 @@ def _of_ultralytics(model: PickledObject, saved: Mapping[str, object]) -> ModelC
     )
 
 
-def config_of_rows(rows: Mapping[str, Any], named: int, opt: object) -> YOLOv5Config | None:
-    """The `model` section of an original pickle; None: not a YOLOv5.
+def config_of_rows(rows: Mapping[str, Any], class_count: int, opt: object) -> YOLOv5Config | None:
+    """Derives the `model` section of an original pickle; None: it is no YOLOv5.
 
     Args: rows: its layers and multiples; named: its class names, 0: it has none; opt: of its
         training, which says the size of images.
     """
     head, depth, width = rows.get("head"), rows.get("depth_multiple"), rows.get("width_multiple")
+    # The last row of the head is [inputs, repeats, "Detect", arguments]; it has an input per level.
     try:
-        froms, _, kind = head[-1][:3]  # type: ignore[index]
-        levels = len(froms)
+        inputs, _, kind = head[-1][:3]  # type: ignore[index]
+        levels = len(inputs)
     except (TypeError, IndexError, ValueError):
         return None
-    count = named or rows.get("nc")
-    numbers = all(isinstance(each, int | float) and 0 < each < 100 for each in (depth, width))
+    count = class_count or rows.get("nc")
+    numbers = all(isinstance(number, int | float) and 0 < number < 100 for number in (depth, width))
     if kind != "Detect" or levels not in (3, 4) or not numbers or type(count) is not int:
         return None
     suffix, side, step = ("6", 1280, 64) if levels == 4 else ("", 640, 32)
     settings = mapping(opt) or mapping(opt.state if isinstance(opt, PickledObject) else None) or {}
-    given = settings.get("imgsz", settings.get("img_size"))
-    given = given[0] if isinstance(given, list) and given else given
-    if type(given) is int and 0 < given <= 8192:
-        side = math.ceil(given / step) * step
-    size = next((name for name, both in DEPTH_WIDTH.items() if both == (depth, width)), None)
+    image_size = settings.get("imgsz", settings.get("img_size"))
+    image_size = image_size[0] if isinstance(image_size, list) and image_size else image_size
+    if type(image_size) is int and 0 < image_size <= 8192:
+        side = math.ceil(image_size / step) * step
+    size = next(
+        (name for name, depth_width in DEPTH_WIDTH.items() if depth_width == (depth, width)), None
+    )
     custom = {} if size else {"depth_multiple": float(depth), "width_multiple": float(width)}  # type: ignore[arg-type]
     section: dict[str, Any] = {"size": f"{size or 's'}{suffix}", "num_classes": count, **custom}
     try:
@@ -426,14 +439,14 @@ def config_of_rows(rows: Mapping[str, Any], named: int, opt: object) -> YOLOv5Co
         return None
 
 
-def _names(value: object) -> tuple[str, ...]:
-    """Class names of a list or dict; (): neither."""
+def _class_names(value: object) -> tuple[str, ...]:
+    """Reads class names from a list or dict; (): it is neither."""
     if isinstance(value, PickledObject):
         value = [name for _, name in sorted((k, v) for k, v in value.items if type(k) is int)]
-    if not isinstance(value, list) or len(value) > _MOST_CLASSES:
+    if not isinstance(value, list) or len(value) > _MAX_CLASSES:
         return ()
-    found = [name for name in value if isinstance(name, str) and len(name) <= _MOST_LETTERS]
-    return tuple(found) if len(found) == len(value) else ()
+    names = [name for name in value if isinstance(name, str) and len(name) <= _MAX_LETTERS]
+    return tuple(names) if len(names) == len(value) else ()
 
 
 def require_fit(model: ModelConfig, weights: Path | str) -> None:
@@ -444,18 +457,18 @@ def require_fit(model: ModelConfig, weights: Path | str) -> None:
     entry = published(weights) if is_name(weights) else None
     if entry is None:
         return
-    theirs = _detector_of(entry)
-    if theirs is None or model.task != "detect" or _same_design(theirs, model):
+    detector = _detector_of(entry)
+    if detector is None or model.task != "detect" or _same_design(detector, model):
         return
     fitting = fitting_weights(model)
-    yours = f"weights that fit ({', '.join(fitting[:3])})" if fitting else "other weights"
-    of_config = {long: short for short, long in short_names().items()}
-    one, other = (" ".join(_design(each)) for each in (theirs, model))
+    suggestion = f"weights that fit ({', '.join(fitting[:3])})" if fitting else "other weights"
+    config_names = {long: short for short, long in short_names().items()}
+    described_weights, described_model = (" ".join(_design(design)) for design in (detector, model))
     raise WeightsError(
-        f"these are weights of {one}, but the model is {other}",
+        f"these are weights of {described_weights}, but the model is {described_model}",
         code="weights_of_other_architecture",
         where=f"{weights}",
-        fix=f"use {yours}, or the model {of_config.get(entry.config, entry.config)}",
+        fix=f"use {suggestion}, or the model {config_names.get(entry.config, entry.config)}",
     )
 
 
@@ -470,41 +483,42 @@ def fitting_weights(model: ModelConfig) -> list[str]:
 
 @cache
 def _detector_of(entry: PublishedWeights) -> ModelConfig | None:
-    """The detector of an entry; None: it has none."""
+    """Returns the detector of a zoo entry; None: it has none."""
     if entry.protocol is None:
         return None
     model = load_config(find_config(entry.config), entry.overrides).model
     return model if model.task == "detect" else None
 
 
-def _same_design(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether weights of one may fit the other."""
-    if one.name != other.name:
+def _same_design(weights_model: ModelConfig, model: ModelConfig) -> bool:
+    """Returns True if weights of one model may fit the other."""
+    if weights_model.name != model.name:
         return False
-    own = any(getattr(other, key, None) for key in ("depth_multiple", "width_multiple"))
-    return own or _design(one) == _design(other)
+    is_custom = any(getattr(model, key, None) for key in ("depth_multiple", "width_multiple"))
+    return is_custom or _design(weights_model) == _design(model)
 
 
 def _design(model: ModelConfig) -> tuple[str, ...]:
+    """Returns the values that determine the shapes of a model's weights."""
     keys = ("name", "variant", "size", "body")
-    own: tuple[str, ...] | None = getattr(model, "network", None)
-    return own or tuple(getattr(model, key) for key in keys if hasattr(model, key))
+    network: tuple[str, ...] | None = getattr(model, "network", None)
+    return network or tuple(getattr(model, key) for key in keys if hasattr(model, key))
 
 
-_NO_DATA = "data"  # `data.root` of a config that is made of a card
+_NO_DATA = "data"  # `data.root` of a config that is built from a card
 
 
 def config_of_weights(
     weights: Path | str, overrides: Sequence[str] = (), *, needs_data: bool = False
 ) -> ExperimentConfig:
-    """The configuration that weights bring along.
+    """Builds the configuration that weights bring along.
 
-    Of a checkpoint its config.yml, whole; of a weight file what its card says, with data that are
-    not there; of a name of the zoo the shipped config.
+    For a checkpoint this is its config.yml; for a weight file what its card says, with a data
+    section that names no real files; for a name of the zoo the shipped config.
 
     Args:
         overrides: items of -o.
-        needs_data: those data are needed, so -o must name them.
+        needs_data: the caller reads data, so that -o must name them.
     Raises: WeightsError: they do not record their model, or their data; ConfigError:
         see `load_config`.
     """
@@ -512,11 +526,11 @@ def config_of_weights(
     folder = path if path.is_dir() else path.parent
     if (folder / "manifest.json").is_file() and (folder / "config.yml").is_file():
         return load_config(folder / "config.yml", overrides)
-    # Of a name without a download: ranks have not joined yet, and would fail one after the other.
+    # A name needs no download here: ranks have not joined yet, and would fail one after the other.
     entry = published(weights) if is_name(weights) else None
-    if entry is not None and needs_data:  # the layout of the public data set is known, too
+    if entry is not None and needs_data:  # its config has the layout of the public data set
         return load_config(find_config(entry.config), [*entry.overrides, *overrides])
-    card = _of_zoo(entry, None) if entry else read_card(path)
+    card = _add_published(entry, None) if entry else read_card(path)
     if card is None or card.model is None:
         require_known_ending(path)
         raise WeightsError(

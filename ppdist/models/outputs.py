@@ -20,9 +20,9 @@ BINS = REG_MAX + 1  # R of D-FINE's distribution over the moves of a side
 
 
 def anchor_points(features: tuple[Tensor, ...], strides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Cell centres points_N2 (x, y) and stride_N1 of all levels, float32 pixels.
+    """Returns cell centres points_N2 (x, y) and stride_N1 of all levels, float32 pixels.
 
-    Made once per set of level sizes; in a static graph computed from the run-time sizes.
+    They are computed once per set of level sizes; in a static graph, from the run-time sizes.
     """
     if paddle.in_dynamic_mode():
         sizes = tuple((int(f.shape[2]), int(f.shape[3])) for f in features)
@@ -43,6 +43,7 @@ def anchor_points(features: tuple[Tensor, ...], strides: tuple[int, ...]) -> tup
 def _fixed_points(
     sizes: tuple[tuple[int, int], ...], strides: tuple[int, ...], place: str
 ) -> tuple[Tensor, Tensor]:
+    """Computes `anchor_points` for levels of known sizes (height, width)."""
     points, stride = [], []
     for (height, width), step in zip(sizes, strides):
         y, x = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
@@ -55,7 +56,7 @@ def _fixed_points(
 
 
 class YOLOv5Outputs(NamedTuple):
-    """Raw outputs, the same in training and evaluation.
+    """Raw outputs of YOLOv5, the same in training and evaluation.
 
     logits: [B, A * (5 + C), H, W] per level, strides rising; channel a * (5 + C) + k, with k:
         x, y, w, h, objectness, classes.
@@ -67,7 +68,7 @@ class YOLOv5Outputs(NamedTuple):
 
 
 class PPYOLOEOutputs(NamedTuple):
-    """Raw outputs per level, strides falling (32, 16, 8).
+    """Raw outputs of PP-YOLOE per level, strides falling (32, 16, 8).
 
     With a one-to-one head the first two are its outputs wherever no gradient can come back.
 
@@ -89,20 +90,20 @@ class PPYOLOEOutputs(NamedTuple):
 
 
 def decode_boxes(reg_dist_BN4R: Tensor, points_N2: Tensor, stride_N1: Tensor) -> Tensor:
-    """Side distributions (logits) to boxes [B, N, 4], xyxy.
+    """Decodes distributions over sides (logits) to boxes [B, N, 4], xyxy.
 
-    In the points' pixels.
+    Boxes are in pixels, as the points are.
 
-    side = stride * sum_r(r * softmax(logits)_r), measured outwards from the point.
+        side = stride * sum_r(r * softmax(logits)_r), measured outwards from the point.
     """
-    # A column, not a vector: ONNX Runtime then computes one product instead of N small ones.
+    # A column, not a vector: then ONNX Runtime computes one product instead of N small ones.
     bins_R1 = paddle.arange(reg_dist_BN4R.shape[-1], dtype=reg_dist_BN4R.dtype).unsqueeze(1)
     sides_BN4 = F.softmax(reg_dist_BN4R, axis=-1).matmul(bins_R1).squeeze(-1) * stride_N1
     return paddle.concat([points_N2 - sides_BN4[:, :, :2], points_N2 + sides_BN4[:, :, 2:]], -1)
 
 
 class Refined(NamedTuple):
-    """What one decoder layer, or the encoder, says of its queries.
+    """Logits and boxes of queries after one decoder layer, or after the encoder.
 
     logits_BQC: class logits.
     boxes_BQ4: centre x, centre y, width, height in 0..1 of the input.
@@ -119,12 +120,12 @@ class Refined(NamedTuple):
 
 
 class Denoised(NamedTuple):
-    """What becomes of the denoising queries, and what each stands for.
+    """Outputs of the denoising queries, and the box that each of them stands for.
 
     layers, preliminary: as in `RTDETROutputs`, with D queries in the place of Q.
     target_BD: int64, row of the image's boxes; meaningless where unused.
-    positive_BD: float32, 1 where the query is to find its target.
-    negative_BD: float32, 1 where the query is to find nothing.  Both 0: not used.
+    positive_BD: float32, 1 where the query has to find its target.
+    negative_BD: float32, 1 where the query has to find nothing.  Both 0: not used.
     groups_B: float32, denoising groups of each image, at least 1.
     """
 
@@ -137,7 +138,7 @@ class Denoised(NamedTuple):
 
 
 class RTDETROutputs(NamedTuple):
-    """Raw outputs.
+    """Raw outputs of RT-DETR and D-FINE.
 
     layers: of the decoder; the last one predicts.
     encoder: of query selection.
@@ -156,14 +157,12 @@ class RTDETROutputs(NamedTuple):
 
 
 def weighting(up_1: Tensor, reg_scale_1: Tensor) -> Tensor:
-    """How far each bin moves a side, [R].
-
-    Fine around 0, coarse far off.
+    """Computes W, the distance by which each bin moves a side, [R]: fine around 0, coarse far off.
 
         W(n) = sign(m) * ((a + 1)**(2 |m| / (N - 2)) - 1),  m = n - N / 2,  a = up * reg_scale
         W(0) = -2 a,  W(N) = 2 a
 
-    in sizes of the box / reg_scale; N = REG_MAX.
+    The unit is the size of the box / reg_scale; N = REG_MAX.
     Source: arXiv:2410.13842, eq. 2.
     """
     limit = up_1.abs() * reg_scale_1.abs()

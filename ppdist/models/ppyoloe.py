@@ -63,24 +63,22 @@ class NeckStage(nn.Layer):
         self.conv3 = ConvBNLayer(2 * half, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = functional.share(x, 2)
-        mixed = functional.concat([self.conv1(beside), self.convs(self.conv2(x))], axis=1)
+        x, bypass = functional.share(x, 2)
+        mixed = functional.concat([self.conv1(bypass), self.convs(self.conv2(x))], axis=1)
         return self.conv3(mixed)
 
 
 class CustomCSPPAN(nn.Layer):
     """CSP-PAN: features fine to coarse in, coarse to fine out.
 
-    Strides 8, 16, 32 become 32, 16, 8.
-
-    Any number of levels.  All its lists run from coarse to fine, the pan lists too, although they
-    are applied from fine to coarse.
+    Strides 8, 16, 32 become 32, 16, 8; any number of levels.  All its lists run from coarse to
+    fine, also the pan lists, which are applied from fine to coarse.
     """
 
     def __init__(self, in_channels: tuple[int, ...], out: list[int], blocks: int) -> None:
         """
         Args:
-            in_channels: of the features, fine to coarse.
+            in_channels: channels of the features, fine to coarse.
             out: channels of the outputs, coarse to fine.
             blocks: RepBlocks per stage.
         """
@@ -89,12 +87,12 @@ class CustomCSPPAN(nn.Layer):
         def stage(channels: int, out_channels: int, pyramid: bool = False) -> nn.Sequential:
             return nn.Sequential(NeckStage(channels, out_channels, blocks, pyramid))
 
-        taken = in_channels[::-1]
+        in_coarse_first = in_channels[::-1]
         finer = range(1, len(out))
         self.fpn_stages = nn.LayerList(
             [
-                stage(taken[0], out[0], pyramid=True),
-                *[stage(taken[i] + out[i - 1] // 2, out[i]) for i in finer],
+                stage(in_coarse_first[0], out[0], pyramid=True),
+                *[stage(in_coarse_first[i] + out[i - 1] // 2, out[i]) for i in finer],
             ]
         )
         self.fpn_routes = nn.LayerList([ConvBNLayer(c, c // 2, 1) for c in out[:-1]])
@@ -117,10 +115,10 @@ class CustomCSPPAN(nn.Layer):
 class CoarseFirstNeck(YOLOv5Neck):
     """YOLOv5's neck with outputs from coarse to fine.
 
-    Plain CSP stages instead of re-parameterised ones: nothing is merged for deployment.
+    Its CSP stages have no branches to re-parameterise for deployment.
 
     Attributes:
-        out_channels: of the outputs, coarse to fine.
+        out_channels: channels of the outputs, coarse to fine.
     """
 
     def __init__(self, channels: tuple[int, ...], blocks: int) -> None:
@@ -132,7 +130,7 @@ class CoarseFirstNeck(YOLOv5Neck):
 
 
 class ESEAttn(nn.Layer):
-    """activation(bn(conv1x1(x * sigmoid(fc(mean of x))))): one of the ET-head's two task branches.
+    """A task branch of the ET-head: activation(bn(conv1x1(x * sigmoid(fc(mean of x))))).
 
     With `branches` a RepConv takes the place of the 1x1 ConvBNLayer.
     """
@@ -149,8 +147,8 @@ class ESEAttn(nn.Layer):
 class PPYOLOEHead(nn.Layer):
     """ET-head: class logits and a distribution over each side's length, per cell.
 
-    Predictors start at zero weight: every class at probability 0.01 (focal prior), every side's
-    distribution uniform, i.e. 8 strides long.
+    The weights of the predictors are 0 at first: every class has probability 0.01 (focal prior) and
+    every side a uniform distribution, i.e. 8 strides of length.
     """
 
     def __init__(self, in_channels: list[int], num_classes: int, branches: bool = False) -> None:
@@ -160,7 +158,8 @@ class PPYOLOEHead(nn.Layer):
         self.stem_reg = nn.LayerList([ESEAttn(c, branches) for c in in_channels])
         self.pred_cls = nn.LayerList([_predictor(c, num_classes, prior) for c in in_channels])
         self.pred_reg = nn.LayerList([_predictor(c, 4 * BINS, 1.0) for c in in_channels])
-        # Constant 0..16: the bins' values in strides.  A frozen weight, for the official key.
+        # Constant 0..16, the values of the bins in strides.  A frozen weight only because published
+        # weight files have the key.
         self.proj_conv = nn.Conv2D(BINS, 1, 1, bias_attr=False)
         self.proj_conv.weight.set_value(np.arange(BINS, dtype="float32").reshape(1, BINS, 1, 1))
         self.proj_conv.weight.stop_gradient = True
@@ -168,9 +167,9 @@ class PPYOLOEHead(nn.Layer):
     def forward(self, features: list[Tensor]) -> PPYOLOEOutputs:
         class_logits, reg_dist = [], []
         for level, feature in enumerate(features):
-            whole, for_class, beside, for_sides = functional.share(feature, 4)
-            mean = functional.spatial_mean(whole)
-            class_feature = functional.add(self.stem_cls[level](for_class, mean), beside)
+            for_mean, for_class, residual, for_sides = functional.share(feature, 4)
+            mean = functional.spatial_mean(for_mean)
+            class_feature = functional.add(self.stem_cls[level](for_class, mean), residual)
             class_logits.append(self.pred_cls[level](class_feature))
             reg_dist.append(self.pred_reg[level](self.stem_reg[level](for_sides, mean)))
         return PPYOLOEOutputs(tuple(class_logits), tuple(reg_dist))
@@ -201,18 +200,20 @@ class LevelScale(nn.Layer):
 
 
 class AuxHead(nn.Layer):
-    """Auxiliary head: one set of weights for all levels.
+    """Auxiliary head: class and side logits, with one set of weights for all levels.
 
-    Class and side logits, but for one factor per level.
-
-    It reads the neck's features beside those of a second neck, so it sees more than the detector
-    and learns faster; the assignment made from its predictions is what the detector learns from.
-    At first every class has probability 0.01 and every side a nearly uniform distribution.
+    Only a factor for the sides differs between levels.  The head reads the neck's features together
+    with those of a second neck, so it sees more than the detector and learns faster; the detector
+    learns the assignment that results from its predictions.  At first every class has probability
+    0.01 and every side a nearly uniform distribution.
     Source: the assign guidance module of NanoDet-Plus; PP-YOLOE+ t has one such convolution.
     """
 
     def __init__(self, channels: int, levels: int, num_classes: int) -> None:
-        """Args: channels: of every level's feature."""
+        """Builds the convolutions and predictors.
+
+        Args: channels: of every level's feature.
+        """
         super().__init__()
         self.cls_convs = nn.LayerList([ConvGroupNorm(channels)])
         self.reg_convs = nn.LayerList([ConvGroupNorm(channels)])
@@ -222,7 +223,7 @@ class AuxHead(nn.Layer):
         self.scales = nn.LayerList([LevelScale() for _ in range(levels)])
 
     def forward(self, features: list[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Class and side logits, one map per level each.
+        """Computes class and side logits, each one map per level.
 
         Args: features: [B, channels, H, W].
         """
@@ -234,14 +235,14 @@ class AuxHead(nn.Layer):
 
 
 class PPYOLOE(Detector):
-    """The detector; see the module text and `Detector`.
+    """The PP-YOLOE detector; see the module text and `Detector`.
 
     Attributes:
-        training_only: state-dict key prefixes of what only training needs; `fuse` drops it.
-        detach_auxiliary: keep the auxiliary head's gradient to itself; set by the loss.
-        one_to_one_head: predicts, where it is there; features come to it detached, so its gradient
-            stays in it.  The rest gets the gradients that it gets without, but for
-            train.clip_norm, which looks at all gradients.
+        training_only: state-dict key prefixes of parts that only training needs; `fuse` drops them.
+        detach_auxiliary: stop the auxiliary head's gradient at its input; set by the loss.
+        one_to_one_head: makes the predictions, if the model has it.  Its features are detached, so
+            its gradient stays in it, and the other layers get the gradients that they get without
+            it, except through train.clip_norm, which counts all gradients.
     """
 
     class_layers = ("yolo_head.pred_cls.", "aux_head.gfl_cls.", "one_to_one_head.pred_cls.")
@@ -263,30 +264,30 @@ class PPYOLOE(Detector):
         self.backbone = build_backbone(
             config.body, depth=depth, width=width, first=first, last=last, variant=config.variant
         )
-        taken = self.backbone.channels
+        in_channels = self.backbone.channels
         self.neck: CustomCSPPAN | CoarseFirstNeck
         if config.body == "yolov5":
-            self.neck = CoarseFirstNeck(taken, scaled_repeats(YOLOV5_NECK_REPEATS, depth))
+            self.neck = CoarseFirstNeck(in_channels, scaled_repeats(YOLOV5_NECK_REPEATS, depth))
             start_uniform(self.backbone)
             start_uniform(self.neck)
             out = self.neck.out_channels
         else:
-            wide = NECK_CHANNELS[last][: len(strides)]
+            neck_channels = NECK_CHANNELS[last][: len(strides)]
             if config.auxiliary:
-                wide = (EVEN_NECK_CHANNELS,) * len(strides)
-            out = [scaled_width(c, width) for c in wide]
+                neck_channels = (EVEN_NECK_CHANNELS,) * len(strides)
+            out = [scaled_width(c, width) for c in neck_channels]
             blocks = scaled_repeats(NECK_BLOCKS, depth)
-            self.neck = CustomCSPPAN(taken, out, blocks)
+            self.neck = CustomCSPPAN(in_channels, out, blocks)
         self.yolo_head = PPYOLOEHead(out, config.num_classes, branches=config.auxiliary)
         self.detach_auxiliary = False
         self.aux_neck: CustomCSPPAN | None = None
         self.aux_head: AuxHead | None = None
         if config.auxiliary:
-            self.aux_neck = CustomCSPPAN(taken, out, blocks)
+            self.aux_neck = CustomCSPPAN(in_channels, out, blocks)
             self.aux_head = AuxHead(2 * out[0], len(out), config.num_classes)
         self.one_to_one_head: PPYOLOEHead | None = None
         self.needs_nms = not config.one_to_one
-        if config.one_to_one:  # last: all else starts as it does without
+        if config.one_to_one:  # last, so that all other weights are drawn as they are without it
             self.one_to_one_head = PPYOLOEHead(out, config.num_classes, branches=config.auxiliary)
             first_state = self.yolo_head.state_dict()
             for key, value in self.one_to_one_head.state_dict().items():
@@ -294,55 +295,57 @@ class PPYOLOE(Detector):
         set_activation(self, config.activation)
 
     def forward(self, images_B3HW: Tensor) -> PPYOLOEOutputs:
-        """Raw outputs of normalised images.
+        """Computes raw outputs of normalised images.
 
-        Outputs of all heads are there in training, and in evaluation mode while gradients are
-        recorded: a blank image of the last batch is one such pass, and the other ranks wait for the
-        gradient of every weight. Else those of the head that predicts.
+        All heads have outputs in training, and in evaluation mode while gradients are recorded: the
+        pass of a blank image in the last batch is such a case, where the other ranks wait for the
+        gradient of every weight.  Otherwise only the head that predicts has outputs.
         """
         backward = self.training or (paddle.in_dynamic_mode() and paddle.is_grad_enabled())
         features = self.backbone(images_B3HW)
         fused = self.neck(features)
-        one = self.one_to_one_head
-        outputs = self.yolo_head(fused) if one is None or backward else one(fused)
+        # The one-to-many head trains; without a gradient only the head that predicts is needed.
+        one_to_one = self.one_to_one_head
+        outputs = self.yolo_head(fused) if one_to_one is None or backward else one_to_one(fused)
         if self.distillation is not None:
             outputs = outputs._replace(
                 features=self.distillation([functional.plain(x) for x in fused])
             )
-        if one is not None and backward:
-            logits, reg_dist, *_ = one([x.detach() for x in fused])
+        if one_to_one is not None and backward:
+            # Detached, so that this head does not change what the others learn.
+            logits, reg_dist, *_ = one_to_one([x.detach() for x in fused])
             outputs = outputs._replace(one_class_logits=logits, one_reg_dist=reg_dist)
         if self.aux_neck is None or self.aux_head is None or not backward:
             return outputs
         if self.detach_auxiliary:
             features, fused = [x.detach() for x in features], [x.detach() for x in fused]
-        both = zip(fused, self.aux_neck(features))
-        logits, reg_dist = self.aux_head([functional.concat(pair, axis=1) for pair in both])
+        pairs = zip(fused, self.aux_neck(features))
+        logits, reg_dist = self.aux_head([functional.concat(pair, axis=1) for pair in pairs])
         return outputs._replace(aux_class_logits=logits, aux_reg_dist=reg_dist)
 
     def become_teacher(self) -> None:
-        """Drops the one-to-one head; its scores are poor targets."""
+        """Drops the one-to-one head, whose scores are poor targets."""
         del self.one_to_one_head
         self.one_to_one_head = None
         self.needs_nms = True
 
     def fuse(self) -> None:
-        """As `ImageModel.fuse`; drops what only training needs."""
+        """Re-parameterises as `ImageModel.fuse` does; drops what only training needs."""
         if self.aux_head is not None:
             del self.aux_neck, self.aux_head
             self.aux_neck = self.aux_head = None
         if self.one_to_one_head is not None:
-            predicts = self.one_to_one_head
+            predicting_head = self.one_to_one_head
             del self.yolo_head, self.one_to_one_head
-            self.yolo_head, self.one_to_one_head = predicts, None
+            self.yolo_head, self.one_to_one_head = predicting_head, None
         super().fuse()
 
     def decode(self, outputs: PPYOLOEOutputs) -> tuple[Tensor, Tensor]:
-        """Raw outputs to scores_BNC and boxes_BN4, xyxy.
+        """Turns raw outputs into scores_BNC and boxes_BN4, xyxy.
 
         scores_BNC = sigmoid of the logits, boxes in input pixels; N runs over the levels, coarse to
-        fine, each row by row. float32, not clipped to the image. A one-to-one head, where there is
-        one, predicts.
+        fine, in a level row by row; float32, not clipped to the image.  A one-to-one
+        head, if the model has one, predicts.
         """
         if outputs.one_class_logits:
             outputs = PPYOLOEOutputs(outputs.one_class_logits, outputs.one_reg_dist)
@@ -355,13 +358,14 @@ class PPYOLOE(Detector):
 
 
 def _normal(deviation: float) -> ParamAttr:
+    """Initialises a weight from a normal distribution around 0."""
     return ParamAttr(initializer=Normal(0.0, deviation))
 
 
 def _predictor(
     channels: int, outputs: int, bias: float, weight: ParamAttr | None = None
 ) -> nn.Conv2D:
-    """A 3x3 convolution whose weights start at 0, unless given."""
+    """Builds a 3x3 convolution whose weights are 0 at first, unless given."""
     weight = weight or ParamAttr(initializer=Constant(0.0))
     constant = ParamAttr(initializer=Constant(bias))
     return nn.Conv2D(channels, outputs, 3, padding=1, weight_attr=weight, bias_attr=constant)

@@ -17,7 +17,7 @@ EXPANSION = 4  # whose outputs are so many times wider
 
 
 class AveragedShortcut(nn.Layer):
-    """2x2 mean, then 1x1 ConvBNLayer: half the resolution."""
+    """Shortcut at half the resolution: 2x2 mean, then 1x1 ConvBNLayer."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class AveragedShortcut(nn.Layer):
 class ResNetBlock(nn.Layer):
     """Residual block, basic (3x3, 3x3) or bottleneck (1x1, 3x3, 1x1).
 
-    The shortcut is the input, or `short` where a stage begins; ReLU behind the sum.
+    The shortcut is the input, or `short` at the beginning of a stage; ReLU follows the sum.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class ResNetBlock(nn.Layer):
             self.branch2b = ConvBNLayer(channels, channels, 3, activation=None)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = functional.share(x, 2)
-        beside = beside if self.short is None else self.short(beside)
+        x, shortcut = functional.share(x, 2)
+        shortcut = shortcut if self.short is None else self.short(shortcut)
         x = self.branch2b(self.branch2a(x))
         x = x if self.branch2c is None else self.branch2c(x)
-        return functional.relu(functional.add(x, beside))
+        return functional.relu(functional.add(x, shortcut))
 
 
 class ResNetStage(nn.Layer):
@@ -79,7 +79,7 @@ class ResNetVd(Backbone):
         first: level of the finest feature; the coarsest is 5.
 
     Attributes:
-        blocks: of each stage.
+        blocks: number of blocks of each stage.
     """
 
     finest, coarsest = 2, (5,)
@@ -94,13 +94,13 @@ class ResNetVd(Backbone):
             ("conv1_2", ConvBNLayer(stem // 2, stem // 2, 3, activation="relu")),
             ("conv1_3", ConvBNLayer(stem // 2, stem, 3, activation="relu")),
         )
-        before, stages = stem, []
+        width, stages = stem, []
         for channels, count in zip(STAGE_CHANNELS, self.blocks):
             blocks = []
             for i in range(count):
                 stride = 2 if i == 0 and channels != stem else 1
-                blocks.append(ResNetBlock(before, channels, stride, bottleneck, begins=i == 0))
-                before = channels * EXPANSION if bottleneck else channels
+                blocks.append(ResNetBlock(width, channels, stride, bottleneck, begins=i == 0))
+                width = channels * EXPANSION if bottleneck else channels
             stages.append(ResNetStage(blocks))
         self.res_layers = nn.LayerList(stages)
         self.first = first

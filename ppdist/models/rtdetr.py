@@ -37,7 +37,7 @@ from ppdist.models.hybrid_encoder import HybridEncoder
 from ppdist.models.layers import ConvBNLayer, start_uniform
 from ppdist.models.outputs import BINS, Denoised, Refined, RTDETROutputs, anchor_points, weighting
 from ppdist.models.resnet import ResNetVd
-from ppdist.models.rtdetr_keys import numbered, paddle_name, torch_name, transformers_names
+from ppdist.models.rtdetr_keys import numbered_name, paddle_name, torch_name, transformers_names
 
 SIZE_MULTIPLE = 32  # the coarsest stride
 UP = 0.5  # the farthest move but one, in sizes of the box; the last bins move twice as far
@@ -51,16 +51,16 @@ _FARTHEST = 10.0  # value of a query's position, in D-FINE
 
 
 class RTDETRSize(NamedTuple):
-    """What a size of the family is made of.
+    """Parts and widths of a size of the family.
 
-    backbone: makes it, from the level of its first feature.
-    neck: width of the encoder; neck_inside: of its linear layers.
+    backbone: builds it, from the level of its first feature.
+    neck: width of the encoder; neck_inside: width of its linear layers.
     expansion, blocks: see `HybridEncoder`.
-    layers: of the decoder.
-    width, inside: of the decoder, and of its linear layers.
-    points: that a query samples in each level, fine to coarse.
+    layers: number of decoder layers.
+    width, inside: width of the decoder, and of its linear layers.
+    points: number of points that a query samples in each level, fine to coarse.
     first: level of the finest feature.
-    reg_scale: D-FINE: how fine the bins around no move are.
+    reg_scale: D-FINE: resolution of the bins around no move.
     """
 
     backbone: Callable[[int], Backbone]
@@ -77,14 +77,16 @@ class RTDETRSize(NamedTuple):
 
 
 def _resnet(depth: int) -> Callable[[int], Backbone]:
+    """Returns a function that builds a ResNet-vd from the level of its first feature."""
     return lambda first: ResNetVd(depth, first)
 
 
 def _hgnet(size: str, affine: bool = False) -> Callable[[int], Backbone]:
+    """Returns a function that builds an HGNetv2 from the level of its first feature."""
     return lambda first: HGNetv2(size, first, affine)
 
 
-_OF_RTDETR = {
+_RTDETR_SIZES = {
     "r18": RTDETRSize(_resnet(18), expansion=0.5, layers=3),
     "r34": RTDETRSize(_resnet(34), expansion=0.5, layers=4),
     "r50": RTDETRSize(_resnet(50)),
@@ -92,23 +94,23 @@ _OF_RTDETR = {
     "l": RTDETRSize(_hgnet("b4")),
     "x": RTDETRSize(_hgnet("b5"), neck=384, neck_inside=2048),
 }
-_UNEVEN = (3, 6, 3)
-# By variant and size; those of config/model.py.
+_DFINE_POINTS = (3, 6, 3)
+# By variant and size; RTDETR_SIZES of config/model.py has the same names.
 SIZES = {
-    "rtdetr": _OF_RTDETR,
-    "rtdetrv2": {size: _OF_RTDETR[size] for size in ("r18", "r34", "r50", "r101")},
+    "rtdetr": _RTDETR_SIZES,
+    "rtdetrv2": {size: _RTDETR_SIZES[size] for size in ("r18", "r34", "r50", "r101")},
     "dfine": {
         "n": RTDETRSize(
             _hgnet("b0", affine=True), neck=128, neck_inside=512, expansion=0.34, blocks=2,
             layers=3, width=128, inside=512, points=(6, 6), first=4,
         ),
         "s": RTDETRSize(
-            _hgnet("b0", affine=True), expansion=0.5, blocks=1, layers=3, points=_UNEVEN
+            _hgnet("b0", affine=True), expansion=0.5, blocks=1, layers=3, points=_DFINE_POINTS
         ),
-        "m": RTDETRSize(_hgnet("b2", affine=True), blocks=2, layers=4, points=_UNEVEN),
-        "l": RTDETRSize(_hgnet("b4"), points=_UNEVEN),
+        "m": RTDETRSize(_hgnet("b2", affine=True), blocks=2, layers=4, points=_DFINE_POINTS),
+        "l": RTDETRSize(_hgnet("b4"), points=_DFINE_POINTS),
         "x": RTDETRSize(
-            _hgnet("b5"), neck=384, neck_inside=2048, points=_UNEVEN, reg_scale=8.0
+            _hgnet("b5"), neck=384, neck_inside=2048, points=_DFINE_POINTS, reg_scale=8.0
         ),
     },
 }  # fmt: skip
@@ -152,7 +154,7 @@ class Gate(nn.Layer):
 
     @paddle.no_grad()
     def start(self) -> None:
-        """Both gates at one half."""
+        """Initialises both gates to one half."""
         self.gate.weight.set_value(paddle.zeros_like(self.gate.weight))
 
 
@@ -189,7 +191,7 @@ class DecoderLayer(nn.Layer):
 
 
 class LQE(nn.Layer):
-    """Location quality estimator: adds to the logits how sharp the distributions are.
+    """Location quality estimator: adds to the logits a value learned from the distributions' peaks.
 
     Source: arXiv:2410.13842; arXiv:2011.12885, section 3.3.
     """
@@ -205,7 +207,7 @@ class LQE(nn.Layer):
 
     @paddle.no_grad()
     def start(self) -> None:
-        """Adds nothing."""
+        """Initialises the estimator to add nothing."""
         last = self.reg_conf.layers[-1]
         last.weight.set_value(paddle.zeros_like(last.weight))
 
@@ -215,13 +217,13 @@ class DecoderLayers(nn.Layer):
 
     def __init__(self, size: RTDETRSize, dfine: bool, activation: _Activation) -> None:
         super().__init__()
-        each = range(size.layers)
-        self.layers = nn.LayerList([DecoderLayer(size, dfine, activation) for _ in each])
-        self.lqe_layers = nn.LayerList([LQE(activation) for _ in each] if dfine else [])
+        layers = range(size.layers)
+        self.layers = nn.LayerList([DecoderLayer(size, dfine, activation) for _ in layers])
+        self.lqe_layers = nn.LayerList([LQE(activation) for _ in layers] if dfine else [])
 
 
 class _Selected(NamedTuple):
-    """The queries of the encoder's best cells; see `Refined`."""
+    """Queries of the encoder's best cells; see `Refined`."""
 
     content_BQD: Tensor
     refined: Refined
@@ -231,9 +233,9 @@ class RTDETRDecoder(nn.Layer):
     """Query selection, decoder layers and their heads.
 
     Attributes:
-        up, reg_scale: D-FINE: of `weighting`; not trained.
-        deployed_moves_R1: what `weighting` gives, once deployed: ONNX Runtime computes NaN from the
-            converted formula.
+        up, reg_scale: D-FINE: arguments of `weighting`; not trained.
+        deployed_moves_R1: result of `weighting` once deployed, because ONNX Runtime computes NaN
+            from the converted formula.
     """
 
     def __init__(self, config: RTDETRConfig, size: RTDETRSize, neck: int) -> None:
@@ -242,9 +244,11 @@ class RTDETRDecoder(nn.Layer):
         width, classes = size.width, config.num_classes
         self.queries, self.points, self.dfine = config.queries, size.points, dfine
         self.strides = tuple(2 ** (size.first + i) for i in range(len(size.points)))
-        same = dfine and neck == width
+        is_same_width = dfine and neck == width
         self.input_proj = nn.LayerList(
-            [] if same else [ConvBNLayer(neck, width, 1, activation=None) for _ in size.points]
+            []
+            if is_same_width
+            else [ConvBNLayer(neck, width, 1, activation=None) for _ in size.points]
         )
         self.denoising: DenoisingQueries | None = None
         if config.denoising:
@@ -260,15 +264,16 @@ class RTDETRDecoder(nn.Layer):
         self.decoder = DecoderLayers(size, dfine, act)
         self.pre_bbox_head = MLP(act, width, width, width, 4) if dfine else None
         sides = 4 * BINS if dfine else 4
-        each = range(size.layers)
-        self.dec_score_head = nn.LayerList([nn.Linear(width, classes) for _ in each])
-        self.dec_bbox_head = nn.LayerList([MLP(act, width, width, width, sides) for _ in each])
+        layers = range(size.layers)
+        self.dec_score_head = nn.LayerList([nn.Linear(width, classes) for _ in layers])
+        self.dec_bbox_head = nn.LayerList([MLP(act, width, width, width, sides) for _ in layers])
         self.deployed_moves_R1: np.ndarray | None = None
         if dfine:
             self.up = self._number(UP)
             self.reg_scale = self._number(size.reg_scale)
 
     def _number(self, value: float) -> Tensor:
+        """Adds a constant that is part of the state dict."""
         constant = self.create_parameter([1], default_initializer=Constant(value))
         constant.stop_gradient = True
         return constant
@@ -276,6 +281,11 @@ class RTDETRDecoder(nn.Layer):
     def forward(
         self, features: list[Tensor], size_4: Tensor, targets: Targets | None
     ) -> RTDETROutputs:
+        """Selects queries from the features and refines their boxes.
+
+        Args: features: fine to coarse.  size_4: width, height, width, height of the input, pixels.
+        targets: None: without denoising queries.
+        """
         if len(self.input_proj):
             features = [conv(x) for conv, x in zip(self.input_proj, features)]
         features = [functional.plain(x) for x in features]
@@ -289,22 +299,23 @@ class RTDETRDecoder(nn.Layer):
             content_BQD = paddle.concat([embedded_BDD.astype(content_BQD.dtype), content_BQD], 1)
             boxes_BQ4 = paddle.concat([noisy.boxes_BD4, boxes_BQ4], 1)
             bias_BHQQ = attention_bias(noisy.group_BD, selected.content_BQD.shape[1])
-        every = self.training or targets is not None
+        all_layers = self.training or targets is not None
         refine = self._refine_distributions if self.dfine else self._refine
-        layers, preliminary = refine(content_BQD, boxes_BQ4, memory, bias_BHQQ, every)
+        layers, preliminary = refine(content_BQD, boxes_BQ4, memory, bias_BHQQ, all_layers)
         outputs = RTDETROutputs(layers, selected.refined, size_4, preliminary)
         return outputs if noisy is None else _split(outputs, noisy)
 
     def _select(self, cells_BLD: Tensor, features: list[Tensor], size_4: Tensor) -> _Selected:
-        """The cells with the highest class logits, and their boxes.
+        """Selects the cells with the highest class logits, with their boxes.
 
-        A cell's first box is an anchor around it; the head's output is added to its logit.
+        A cell's first box is an anchor around it; the box head's output is added to its logit.
         """
         points_L2, stride_L1 = anchor_points(tuple(features), self.strides)
         side_L1 = stride_L1 * (_ANCHOR / self.strides[0])
         anchors_L4 = paddle.concat([points_L2 / size_4[:2], side_L1, side_L1], axis=1)
         low_L1, high_L1 = anchors_L4.min(axis=1, keepdim=True), anchors_L4.max(1, keepdim=True)
         valid_L1 = (low_L1 > _MARGIN) & (high_L1 < 1 - _MARGIN)
+        # Anchors of cells near the border are set so far outside that no box head brings them back.
         anchors_L4 = paddle.where(
             valid_L1, paddle.log(anchors_L4 / (1 - anchors_L4)), paddle.full_like(anchors_L4, _FAR)
         )
@@ -324,14 +335,14 @@ class RTDETRDecoder(nn.Layer):
         boxes_BQ4: Tensor,
         memory: Memory,
         bias_BHQQ: Tensor | None,
-        every: bool,
+        all_layers: bool,
     ) -> tuple[tuple[Refined, ...], None]:
-        """RT-DETR: each layer moves the boxes of the one before.
+        """Refines boxes as RT-DETR does: each layer moves the boxes of the layer before.
 
             box_i = sigmoid(move_i + logit(box_i-1))
 
-        A layer is given boxes without their gradient; that of its own boxes reaches the layer
-        before as well (look forward twice, arXiv:2203.03605, section 3.5).
+        The boxes that a layer gets carry no gradient; the gradient of a layer's own boxes also
+        reaches the layer before (look forward twice, arXiv:2203.03605, section 3.5).
 
         Args: every: all layers, not the last alone, have outputs.
         """
@@ -340,9 +351,10 @@ class RTDETRDecoder(nn.Layer):
             x_BQD = layer(x_BQD, self.query_pos_head(boxes_BQ4), boxes_BQ4, memory, bias_BHQQ)
             move_BQ4 = self.dec_bbox_head[i](x_BQD).astype("float32")
             moved_BQ4 = F.sigmoid(move_BQ4 + _inverse_sigmoid(boxes_BQ4))
-            if every or i == len(self.decoder.layers) - 1:
+            if all_layers or i == len(self.decoder.layers) - 1:
                 out_BQ4 = moved_BQ4
-                if every and i:
+                # In training the gradient of this layer's boxes also reaches the layer before.
+                if all_layers and i:
                     out_BQ4 = F.sigmoid(move_BQ4 + _inverse_sigmoid(before_BQ4))
                 outputs.append(Refined(self.dec_score_head[i](x_BQD), out_BQ4))
             before_BQ4, boxes_BQ4 = moved_BQ4, _constant(moved_BQ4)
@@ -354,12 +366,12 @@ class RTDETRDecoder(nn.Layer):
         boxes_BQ4: Tensor,
         memory: Memory,
         bias_BHQQ: Tensor | None,
-        every: bool,
+        all_layers: bool,
     ) -> tuple[tuple[Refined, ...], Refined | None]:
-        """D-FINE: fine-grained distribution refinement.
+        """Refines distributions over the moves of sides, as D-FINE does.
 
-        The first layer's boxes, found as in RT-DETR, stay the reference of all layers; each adds to
-        the logits of the distributions over the moves of their sides.
+        The first layer's boxes, computed as in RT-DETR, stay the reference of all layers; each
+        layer adds to the logits of the distributions over the moves of their sides.
 
             d = sum_n(W(n) * softmax(logits)_n)   for each side, see `weighting` and `move_sides`
 
@@ -376,15 +388,15 @@ class RTDETRDecoder(nn.Layer):
         for i, layer in enumerate(self.decoder.layers):
             position_BQD = self.query_pos_head(boxes_BQ4).clip(-_FARTHEST, _FARTHEST)
             x_BQD = layer(x_BQD, position_BQD, boxes_BQ4, memory, bias_BHQQ)
-            logits_BQC = self.dec_score_head[i](x_BQD) if every or i == last else None
+            logits_BQC = self.dec_score_head[i](x_BQD) if all_layers or i == last else None
             if i == 0 and self.pre_bbox_head is not None:
                 move_BQ4 = self.pre_bbox_head(x_BQD).astype("float32")
                 first_BQ4 = F.sigmoid(move_BQ4 + _inverse_sigmoid(boxes_BQ4))
                 if logits_BQC is not None:
                     preliminary = Refined(logits_BQC, first_BQ4)
                 reference_BQ4 = _constant(first_BQ4)
-            more_BQX = self.dec_bbox_head[i](x_BQD if before_BQD is None else x_BQD + before_BQD)
-            corners_BQX = more_BQX if corners_BQX is None else corners_BQX + more_BQX
+            added_BQX = self.dec_bbox_head[i](x_BQD if before_BQD is None else x_BQD + before_BQD)
+            corners_BQX = added_BQX if corners_BQX is None else corners_BQX + added_BQX
             corners_BQ4R = corners_BQX.astype("float32").reshape([0, 0, 4, BINS])
             sides_BQ4 = F.softmax(corners_BQ4R, axis=-1).matmul(moves_R1).squeeze(-1)
             moved_BQ4 = move_sides(reference_BQ4, sides_BQ4, self.reg_scale)
@@ -396,7 +408,7 @@ class RTDETRDecoder(nn.Layer):
 
     @paddle.no_grad()
     def start(self) -> None:
-        """Starts as the originals do, behind `start_uniform`."""
+        """Initialises as the originals do, after `start_uniform`."""
         prior = -float(np.log((1 - _PRIOR) / _PRIOR))
         for head in (self.enc_score_head, *self.dec_score_head):
             head.bias.set_value(paddle.full_like(head.bias, prior))
@@ -408,12 +420,13 @@ class RTDETRDecoder(nn.Layer):
         start_xavier(*(conv.conv for conv in self.input_proj))
 
     def keep_predicting(self) -> None:
-        """Drops what only training uses, in place."""
+        """Drops parts that only training uses, in place."""
         if self.denoising is not None:
             self.denoising = None
             del self.denoising_class_embed
         if self.dfine:
             self.deployed_moves_R1 = weighting(self.up, self.reg_scale).unsqueeze(1).numpy()
+        # Only the last layer predicts; the box heads stay, because every layer moves boxes.
         last = len(self.dec_score_head) - 1
         for i in range(last):
             self.dec_score_head[i] = nn.Identity()
@@ -422,17 +435,18 @@ class RTDETRDecoder(nn.Layer):
 
 
 def _constant(x: Tensor) -> Tensor:
-    """The tensor without its gradient.
+    """Returns the tensor without its gradient.
 
-    A saved graph has none, and there a detached tensor of Paddle 3.3 shares memory that is reused.
+    In a saved graph it returns the tensor itself: there are no gradients, and a detached tensor of
+    Paddle 3.3 shares memory there that is reused.
     """
     return x.detach() if paddle.in_dynamic_mode() else x
 
 
 def _rows(x_BLD: Tensor, index_BQ: Tensor) -> Tensor:
-    """Rows of each image, [B, Q, D].
+    """Gathers rows of each image, [B, Q, D].
 
-    Gathered from one list of all rows: a third of the time of `take_along_axis`.
+    One `gather` from a list of all rows takes a third of the time of `take_along_axis`.
     """
     batch, length, width = length_of(x_BLD, 0), length_of(x_BLD, 1), x_BLD.shape[2]
     image_B1 = paddle.arange(0, batch, dtype="int64").unsqueeze(1)
@@ -441,13 +455,13 @@ def _rows(x_BLD: Tensor, index_BQ: Tensor) -> Tensor:
 
 
 def _inverse_sigmoid(x: Tensor) -> Tensor:
-    """The logit; of 0 and 1, that of _EPSILON from there."""
+    """Computes the logit; near 0 and 1, that of _EPSILON and 1 - _EPSILON."""
     x = x.clip(0.0, 1.0)
     return paddle.log(x.clip(min=_EPSILON) / (1 - x).clip(min=_EPSILON))
 
 
 def move_sides(boxes_BQ4: Tensor, moves_BQ4: Tensor, reg_scale_1: Tensor) -> Tensor:
-    """Boxes with each side moved outwards, cx, cy, w, h.
+    """Moves each side of boxes outwards; returns cx, cy, w, h.
 
         x1 = cx - (s / 2 + d) * w / s,  s = reg_scale
 
@@ -463,31 +477,34 @@ def move_sides(boxes_BQ4: Tensor, moves_BQ4: Tensor, reg_scale_1: Tensor) -> Ten
 
 
 def _split(outputs: RTDETROutputs, noisy: NoisyQueries) -> RTDETROutputs:
-    """Takes the denoising queries, which come first, out of the others."""
+    """Separates the denoising queries, which come first, from the other queries."""
     slots = noisy.labels_BD.shape[1]
 
     def cut(refined: Refined, part: slice) -> Refined:
         return Refined(*(None if x is None else x[:, part] for x in refined))
 
-    first, rest = slice(0, slots), slice(slots, None)
+    denoising_part, query_part = slice(0, slots), slice(slots, None)
     preliminary = outputs.preliminary
     denoised = Denoised(
-        tuple(cut(each, first) for each in outputs.layers),
-        None if preliminary is None else cut(preliminary, first),
+        tuple(cut(layer, denoising_part) for layer in outputs.layers),
+        None if preliminary is None else cut(preliminary, denoising_part),
         noisy.target_BD,
         noisy.positive_BD,
         noisy.negative_BD,
         noisy.groups_B,
     )
     return outputs._replace(
-        layers=tuple(cut(each, rest) for each in outputs.layers),
-        preliminary=None if preliminary is None else cut(preliminary, rest),
+        layers=tuple(cut(layer, query_part) for layer in outputs.layers),
+        preliminary=None if preliminary is None else cut(preliminary, query_part),
         denoised=denoised,
     )
 
 
 class RTDETR(Detector):
-    """The detector; see the module text and `Detector`.  Pixels: / 255."""
+    """The RT-DETR, RT-DETRv2 or D-FINE detector; see the module text and `Detector`.
+
+    Pixels are divided by 255.
+    """
 
     takes_targets = True
     needs_nms = False
@@ -512,41 +529,45 @@ class RTDETR(Detector):
         self.decoder = RTDETRDecoder(config, size, size.neck)
         start_uniform(self)
         for layer in self.sublayers():
-            if isinstance(layer, _STARTED):
+            if isinstance(layer, _WITH_START):
                 layer.start()
 
     def official_keys(self) -> dict[str, str]:
-        """Those of the torch implementations of RT-DETR, RT-DETRv2 and D-FINE."""
+        """Maps our keys to those of the torch implementations of the variant."""
         names = self._torch_names()
         if self.variant == "rtdetr":
-            return {key: numbered(name) for key, name in names.items()}
+            return {key: numbered_name(name) for key, name in names.items()}
         return names
 
     def _torch_names(self) -> dict[str, str]:
+        """Maps our keys to names of RT-DETR's second version in torch."""
         hgnet = isinstance(self.backbone, HGNetv2)
         return {key: torch_name(key, hgnet) for key in self.state_dict()}
 
     def key_tables(self) -> tuple[KeyTable, ...]:
-        """Torch's of all versions, PaddleDetection's, those of transformers."""
+        """Returns the names of all versions in torch, PaddleDetection and transformers."""
         names, dfine = self._torch_names(), self.variant == "dfine"
-        tables = [KeyTable(names), KeyTable({key: numbered(each) for key, each in names.items()})]
+        tables = [
+            KeyTable(names),
+            KeyTable({key: numbered_name(name) for key, name in names.items()}),
+        ]
         hgnet = isinstance(self.backbone, HGNetv2)
         blocks = self.backbone.blocks if isinstance(self.backbone, ResNetVd) else ()
         tables.append(KeyTable({key: paddle_name(key, hgnet, blocks) for key in names}, False))
-        for version_4, outside in product((False, True), repeat=2):
-            theirs = {
-                key: transformers_names(name, dfine, version_4, outside)
+        for version_4, heads_outside in product((False, True), repeat=2):
+            names_by_key = {
+                key: transformers_names(name, dfine, version_4, heads_outside)
                 for key, name in names.items()
             }
-            tables.append(KeyTable(theirs))
+            tables.append(KeyTable(names_by_key))
         return tuple(tables)
 
     def forward(self, images_B3HW: Tensor, targets: Targets | None = None) -> RTDETROutputs:
-        """Raw outputs of normalised images.
+        """Computes raw outputs of normalised images.
 
-        With targets, and in train mode, those of all decoder layers, and with targets those of the
-        denoising queries, which reach every weight also where no image has an object.  Else those
-        of the layer that predicts.
+        With targets or in train mode, all decoder layers have outputs.  With targets, the denoising
+        queries have, too, and the outputs depend on every weight also where no image has an object.
+        Otherwise only the last layer has outputs.
         """
         features = self.encoder(self.backbone(images_B3HW))
         if paddle.in_dynamic_mode():
@@ -562,12 +583,12 @@ class RTDETR(Detector):
         return outputs
 
     def fuse(self) -> None:
-        """As `ImageModel.fuse`; drops what only training needs."""
+        """Re-parameterises as `ImageModel.fuse` does; drops what only training needs."""
         self.decoder.keep_predicting()
         super().fuse()
 
     def decode(self, outputs: RTDETROutputs) -> tuple[Tensor, Tensor]:
-        """Raw outputs to scores_BQC and boxes_BQ4, xyxy.
+        """Turns raw outputs into scores_BQC and boxes_BQ4, xyxy.
 
         scores = sigmoid of the last layer's logits, boxes in input pixels; float32, not clipped to
         the image.  A query may score for several classes.
@@ -579,4 +600,4 @@ class RTDETR(Detector):
         return F.sigmoid(logits_BQC.astype("float32")), paddle.concat(corners, axis=-1)
 
 
-_STARTED = (MultiHeadAttention, MSDeformableAttention, Gate, LQE, RTDETRDecoder)
+_WITH_START = (MultiHeadAttention, MSDeformableAttention, Gate, LQE, RTDETRDecoder)

@@ -1,7 +1,7 @@
 """Names that other implementations of RT-DETR and D-FINE give to weights.
 
     torch_name          lyuwenyu/RT-DETR's second version, Peterande/D-FINE, DEIM
-    numbered            from these: RT-DETR's first version, which numbers what they name
+    numbered_name       from these: RT-DETR's first version, which numbers what they name
     paddle_name         PaddleDetection
     transformers_names  from torch's: Hugging Face transformers, of versions 4 and 5
 
@@ -15,10 +15,12 @@ _Rules = tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...
 
 
 def _rules(*pairs: tuple[str, str | Callable[[re.Match[str]], str]]) -> _Rules:
+    """Compiles pairs of pattern and replacement."""
     return tuple((re.compile(pattern), new) for pattern, new in pairs)
 
 
-def _renamed(key: str, rules: Iterable[tuple[re.Pattern[str], object]]) -> str:
+def _rename(key: str, rules: Iterable[tuple[re.Pattern[str], object]]) -> str:
+    """Applies rules in order to a key."""
     for pattern, new in rules:
         key = pattern.sub(new, key)  # type: ignore[call-overload]
     return key
@@ -36,17 +38,17 @@ _NUMBERED = _rules(
 
 
 def torch_name(key: str, hgnet: bool) -> str:
-    """Name of our key.
+    """Returns the torch name of our key.
 
-    Args: hgnet: the backbone is an HGNetv2, whose batch norms have our name.
+    Args: hgnet: the backbone is an HGNetv2, whose batch norms are called as ours.
     """
-    key = _renamed(key, (*_OURS, *_STATISTICS))
-    return key if hgnet and key.startswith("backbone.") else _renamed(key, _NORM)
+    key = _rename(key, (*_OURS, *_STATISTICS))
+    return key if hgnet and key.startswith("backbone.") else _rename(key, _NORM)
 
 
-def numbered(name: str) -> str:
-    """RT-DETR's first name for a torch name."""
-    return _renamed(name, _NUMBERED)
+def numbered_name(name: str) -> str:
+    """Returns the name in RT-DETR's first version for a torch name."""
+    return _rename(name, _NUMBERED)
 
 
 _INPUTS = _rules((r"^((?:en|de)coder\.input_proj\.\d+)\.bn\.", r"\1.norm."))
@@ -57,23 +59,23 @@ _PADDLE = _rules(
     (r"^decoder\.", "transformer."),
 )
 _RES_BLOCK = re.compile(r"^backbone\.res_layers\.(\d+)\.blocks\.(\d+)\.")
-_MANY = 10  # blocks of a stage that are numbered, not lettered
+_LETTERED_BLOCKS = 10  # most blocks of a stage that have letters; a longer stage numbers them
 
 
 def paddle_name(key: str, hgnet: bool, blocks: tuple[int, ...]) -> str:
-    """PaddleDetection's name of our key; layouts are ours, too.
+    """Returns PaddleDetection's name of our key; its layouts are ours.
 
-    Args: hgnet: as in `torch_name`.  blocks: of each stage of a ResNet.
+    Args: hgnet: as in `torch_name`.  blocks: number of blocks of each stage of a ResNet.
     """
-    key = _renamed(key, (*_OURS, *_INPUTS, *_NUMBERED, *_PADDLE))
-    found = _RES_BLOCK.match(key)
-    if found is None or hgnet:
-        return key if hgnet or not key.startswith("backbone.") else _renamed(key, _NORM)
-    stage, block = int(found[1]), int(found[2])
-    lettered = block == 0 or blocks[stage] <= _MANY
-    letter = chr(ord("a") + block) if lettered else f"b{block}"
+    key = _rename(key, (*_OURS, *_INPUTS, *_NUMBERED, *_PADDLE))
+    match = _RES_BLOCK.match(key)
+    if match is None or hgnet:
+        return key if hgnet or not key.startswith("backbone.") else _rename(key, _NORM)
+    stage, block = int(match[1]), int(match[2])
+    has_letter = block == 0 or blocks[stage] <= _LETTERED_BLOCKS
+    letter = chr(ord("a") + block) if has_letter else f"b{block}"
     name = f"res{stage + 2}"
-    return _renamed(f"backbone.{name}.{name}{letter}.{key[found.end() :]}", _NORM)
+    return _rename(f"backbone.{name}.{name}{letter}.{key[match.end() :]}", _NORM)
 
 
 _TRANSFORMERS = _rules(
@@ -122,15 +124,15 @@ _VERSION_4 = _rules(
     (r"\.mlp\.layers\.([01])\.", lambda m: f".fc{int(m[1]) + 1}."),
     (r"\.aifi\.", ".encoder."),
 )
-# A file has weights once that the model has under two names.
+# The model has its heads under two names; a file stores them under one of them.
 _HEADS_OUTSIDE = _rules((r"^model\.decoder\.(class|bbox)_embed\.", r"\1_embed."))
-_WHOLE = re.compile(r"\.in_proj_(weight|bias)$")
+_IN_PROJ = re.compile(r"\.in_proj_(weight|bias)$")
 
 
 def transformers_names(
     name: str, dfine: bool, version_4: bool, heads_outside: bool
 ) -> str | tuple[str, ...]:
-    """The parts of a torch name's entry: three of an `in_proj`.
+    """Returns the names of a torch entry's parts in transformers: three for an `in_proj`.
 
     Args:
         version_4: published files have the names of version 4.
@@ -138,7 +140,7 @@ def transformers_names(
     """
     rules = _TRANSFORMERS + (_TRANSFORMERS_DFINE if dfine else ())
     rules += (_VERSION_4 if version_4 else ()) + (_HEADS_OUTSIDE if heads_outside else ())
-    name = _renamed(name, rules)
-    if _WHOLE.search(name) is None:
+    name = _rename(name, rules)
+    if _IN_PROJ.search(name) is None:
         return name
-    return tuple(_WHOLE.sub(rf".{part}_proj.\1", name) for part in "qkv")
+    return tuple(_IN_PROJ.sub(rf".{part}_proj.\1", name) for part in "qkv")

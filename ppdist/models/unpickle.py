@@ -47,16 +47,16 @@ _SHOWN_CHARACTERS = 80
 
 
 class NotSupportedError(ValueError):
-    """The file is sound, its arrays' type is not supported."""
+    """Error about a file that is sound, but whose arrays have a type that is not supported."""
 
 
 def shown(text: str) -> str:
-    """The file's own words for a terminal: no control characters, no megabytes."""
+    """Returns the file's own words for a terminal: no control characters, no megabytes."""
     return ascii(text[:_SHOWN_CHARACTERS])[1:-1]
 
 
 class Name(NamedTuple):
-    """What the file calls `module.name`; never looked up."""
+    """Name in a file, `module.name`, which is never looked up."""
 
     module: str
     name: str
@@ -66,20 +66,18 @@ class Name(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """A persistent id, such as a tensor's numbers."""
+    """A persistent id, such as that of a tensor's numbers."""
 
     identity: object
 
 
 @dataclass(eq=False, slots=True)
 class PickledObject:
-    """A dict, set, or object that the file describes.
+    """A dict, set, or other object that the file describes; equal only to itself.
 
-    Equal to itself alone.
-
-    maker: the class or function that would have been called.
-    args: for it.
-    state: what would have become its `__dict__` or gone to `__setstate__`; None: nothing.
+    maker: the class or function that unpickling would call.
+    args: its arguments.
+    state: what would become its `__dict__` or go to `__setstate__`; None: nothing.
     items: key, value pairs set one by one (dict, OrderedDict).
     """
 
@@ -92,8 +90,8 @@ class PickledObject:
 _DICT, _SET = Name("builtins", "dict"), Name("builtins", "set")
 _MAPPINGS = (_DICT, Name("__builtin__", "dict"), Name("collections", "OrderedDict"))
 _RECONSTRUCTORS = (Name("copyreg", "_reconstructor"), Name("copy_reg", "_reconstructor"))
-# The calls that weight files and whole checkpoints contain.  Being here lets the file pass, nothing
-# more: these are not called either.
+# The calls that weight files and whole checkpoints contain.  A name in this list only lets the file
+# pass: it is not called either.
 _CALLS = frozenset(
     Name(module, name)
     for modules, names in (
@@ -122,11 +120,11 @@ _CALLS = frozenset(
 
 
 def read_pickle(stream: BytesIO, path: Path) -> object:
-    """What one pickle describes, out of Names, Mades, References and plain values.
+    """Reads what one pickle describes: Names, PickledObjects, References and plain values.
 
     Args:
-        stream: stands at the start of a pickle, afterwards behind its end.  In memory, because
-            only then is a declared length bounded by what is there.
+        stream: at the start of a pickle, afterwards after its end.  In memory, because only then is
+            a declared length bounded by the file's size.
         path: for messages.
     Raises:
         WeightsError: the file asks for a call that no weight file needs, or for far too much.
@@ -136,36 +134,35 @@ def read_pickle(stream: BytesIO, path: Path) -> object:
 
 
 def mapping(value: object) -> dict[str, object] | None:
-    """Text-keyed entries of a dict or dict-like object; else None."""
+    """Returns the text-keyed entries of a dict or dict-like object; None for other values."""
     if not isinstance(value, PickledObject) or not (value.maker in _MAPPINGS or value.items):
         return None
-    pairs = [tuple(pair) for pair in _pairs_of_python2(value) if len(pair) == 2] + value.items
+    pairs = [tuple(pair) for pair in _python2_pairs(value) if len(pair) == 2] + value.items
     return {key: item for key, item in pairs if isinstance(key, str)}
 
 
 def entry_count(value: object) -> int:
-    """How many entries `mapping` goes through."""
-    return (
-        len(value.items) + len(_pairs_of_python2(value)) if isinstance(value, PickledObject) else 0
-    )
+    """Counts the entries that `mapping` goes through."""
+    return len(value.items) + len(_python2_pairs(value)) if isinstance(value, PickledObject) else 0
 
 
-def _pairs_of_python2(value: PickledObject) -> list[Any]:
+def _python2_pairs(value: PickledObject) -> list[Any]:
+    """Returns the pairs that a dict of Python 2 has among its arguments."""
     args = value.args if value.maker in _MAPPINGS and isinstance(value.args, tuple) else ()
     return args[0] if args and isinstance(args[0], list) else []
 
 
 def describe(value: object) -> str:
-    """What a value is, for messages; short whatever the file says."""
+    """Describes a value for messages, briefly whatever the file says."""
     if isinstance(value, PickledObject):
         return str(value.maker)
     return str(value) if isinstance(value, Name) else type(value).__name__
 
 
 class _Machine:
-    """The stack machine, with marks as the sentinel `marker` among the values.
+    """Stack machine of pickles; marks are the sentinel `marker` among the values.
 
-    references: every Reference that the pickle made.
+    references: all References that the pickle made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -176,7 +173,7 @@ class _Machine:
         self.references: list[Reference] = []
 
     def run(self, stream: BytesIO) -> object:
-        """See `read_pickle`."""
+        """Runs a pickle; see `read_pickle`."""
         for count, (opcode, arg, _) in enumerate(pickletools.genops(stream)):
             if count > MAX_OPERATIONS:
                 raise WeightsError(
@@ -189,8 +186,8 @@ class _Machine:
                 break
             if opcode.name in _VALUES:
                 self.stack.append(arg)
-            elif opcode.name in _PUSHED:
-                self.stack.append(_PUSHED[opcode.name](self, arg))
+            elif opcode.name in _PUSHING:
+                self.stack.append(_PUSHING[opcode.name](self, arg))
             elif opcode.name in _ACTIONS:
                 _ACTIONS[opcode.name](self, arg)
             elif opcode.name not in ("PROTO", "FRAME"):
@@ -198,23 +195,26 @@ class _Machine:
         return self.pop(1)[0]
 
     def pop(self, count: int) -> tuple[Any, ...]:
-        """The last values of the stack, oldest first."""
+        """Pops the last values of the stack; returns them oldest first."""
         values = [self.stack.pop() for _ in range(count)]
         if any(value is self.marker for value in values):
             raise ValueError("a pickle operation lacks its operands")
         return tuple(values[::-1])
 
     def pop_to_mark(self) -> list[Any]:
+        """Pops the values after the last mark, and the mark; returns them oldest first."""
         values = []
         while (value := self.stack.pop()) is not self.marker:
             values.append(value)
         return values[::-1]
 
     def put(self, index: int) -> None:
+        """Stores the top of the stack in the memo."""
         self.memo[index] = self.stack[-1]
 
     def extend(self, values: Sequence[Any]) -> None:
-        # An object that is also a list (or set), such as a deque: its items are not needed.
+        """Appends values to the list on top of the stack."""
+        # The items of an object that is also a list (or set), such as a deque, are not needed.
         target = self.stack[-1]
         if isinstance(target, list):
             target.extend(values)
@@ -222,25 +222,32 @@ class _Machine:
             raise ValueError(f"entries for {describe(target)}")
 
     def set_items(self, pairs: Sequence[Any]) -> None:
+        """Sets items of the object on top of the stack."""
         self._target().items.extend(pairs)
 
     def build(self, state: object) -> None:
+        """Sets the state of the object on top of the stack."""
         self._target().state = state
 
     def _target(self) -> PickledObject:
-        """Object to change: one that the file made, never a name."""
+        """Returns the object to change: one that the file made, never a name."""
         target = self.stack[-1]
         if not isinstance(target, PickledObject):
             raise ValueError(f"items or state for {describe(target)}")
         return target
 
     def reference(self, identity: Any) -> object:
+        """Makes a Reference of a persistent id, or returns the class of an old torch module."""
         if isinstance(identity, tuple) and identity[:1] == ("module",) and len(identity) > 1:
             return identity[1]  # torch before 1.6: a class, beside its source code
         self.references.append(Reference(identity))
         return self.references[-1]
 
     def call(self, maker: Any, args: Any) -> PickledObject:
+        """Records a call.
+
+        Raises: WeightsError: no weight file needs it.
+        """
         if not isinstance(maker, Name) or maker not in _CALLS:
             raise WeightsError(
                 f"refused: it asks to run {describe(maker)}, and a weight file needs arrays only",
@@ -256,26 +263,29 @@ class _Machine:
         return PickledObject(maker, args)
 
 
-def _object(maker: object, args: object) -> PickledObject:
-    """Instance of any class without its state, as modules are stored."""
+def _make_object(maker: object, args: object) -> PickledObject:
+    """Makes an instance of any class without its state, as modules are stored."""
     if not isinstance(maker, Name):
         raise ValueError(f"an object of {describe(maker)}")
     return PickledObject(maker, args)
 
 
-def _pairs(values: list[Any]) -> list[tuple[object, object]]:
+def _make_pairs(values: list[Any]) -> list[tuple[object, object]]:
+    """Groups a flat list into keys and values."""
     if len(values) % 2:
         raise ValueError("a key without a value")
     return list(zip(values[::2], values[1::2]))
 
 
 def _remedy(path: Path) -> str:
+    """Returns the code that saves only the arrays of a trusted file."""
     if path.suffix.lower().startswith(".pd"):
         return "paddle.save(model.state_dict(), 'clean.pdparams')"
     return "torch.save({k: v for k, v in model.state_dict().items()}, 'clean.pt')"
 
 
-def _name(module: object, name: object) -> Name:
+def _make_name(module: object, name: object) -> Name:
+    """Makes a Name of two values of the file."""
     if not isinstance(module, str) or not isinstance(name, str):
         raise ValueError("a name that is not text")
     return Name(module, name)
@@ -286,8 +296,8 @@ _VALUES = {
     "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE",
     "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
 }  # fmt: skip
-# What an operation pushes: made of its argument (arg) and of what it takes off the stack.
-_PUSHED: dict[str, Callable[[_Machine, Any], object]] = {
+# Operations that push a value, built from their argument (arg) and from values that they pop.
+_PUSHING: dict[str, Callable[[_Machine, Any], object]] = {
     "NONE": lambda m, arg: None,
     "NEWTRUE": lambda m, arg: True,
     "NEWFALSE": lambda m, arg: False,
@@ -297,7 +307,7 @@ _PUSHED: dict[str, Callable[[_Machine, Any], object]] = {
     "EMPTY_LIST": lambda m, arg: [],
     "LIST": lambda m, arg: m.pop_to_mark(),
     "EMPTY_DICT": lambda m, arg: PickledObject(_DICT),
-    "DICT": lambda m, arg: PickledObject(_DICT, items=_pairs(m.pop_to_mark())),
+    "DICT": lambda m, arg: PickledObject(_DICT, items=_make_pairs(m.pop_to_mark())),
     "EMPTY_SET": lambda m, arg: PickledObject(_SET),
     "FROZENSET": lambda m, arg: PickledObject(_SET, args=(m.pop_to_mark(),)),
     "EMPTY_TUPLE": lambda m, arg: (),
@@ -305,13 +315,13 @@ _PUSHED: dict[str, Callable[[_Machine, Any], object]] = {
     "TUPLE1": lambda m, arg: m.pop(1),
     "TUPLE2": lambda m, arg: m.pop(2),
     "TUPLE3": lambda m, arg: m.pop(3),
-    "GLOBAL": lambda m, arg: _name(*arg.split(" ", 1)),
-    "STACK_GLOBAL": lambda m, arg: _name(*m.pop(2)),
+    "GLOBAL": lambda m, arg: _make_name(*arg.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, arg: _make_name(*m.pop(2)),
     "BINPERSID": lambda m, arg: m.reference(*m.pop(1)),
-    "NEWOBJ": lambda m, arg: _object(*m.pop(2)),
-    "NEWOBJ_EX": lambda m, arg: _object(*m.pop(3)[:2]),
+    "NEWOBJ": lambda m, arg: _make_object(*m.pop(2)),
+    "NEWOBJ_EX": lambda m, arg: _make_object(*m.pop(3)[:2]),
     "REDUCE": lambda m, arg: m.call(*m.pop(2)),
-    "INST": lambda m, arg: m.call(_name(*arg.split(" ", 1)), tuple(m.pop_to_mark())),
+    "INST": lambda m, arg: m.call(_make_name(*arg.split(" ", 1)), tuple(m.pop_to_mark())),
     "OBJ": lambda m, arg: (lambda maker, *args: m.call(maker, args))(*m.pop_to_mark()),
 }
 # Operations that modify existing objects.
@@ -323,56 +333,59 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
     "APPEND": lambda m, arg: m.extend(m.pop(1)),
     **dict.fromkeys(("APPENDS", "ADDITEMS"), lambda m, arg: m.extend(m.pop_to_mark())),
     "SETITEM": lambda m, arg: m.set_items([m.pop(2)]),
-    "SETITEMS": lambda m, arg: m.set_items(_pairs(m.pop_to_mark())),
+    "SETITEMS": lambda m, arg: m.set_items(_make_pairs(m.pop_to_mark())),
     "BUILD": lambda m, arg: m.build(*m.pop(1)),
 }
 
-# Where people keep a state dict or a model in what they save.  In this order: where there is an
+# Keys under which users save a state dict or a model, in the order of preference: where there is an
 # average (`ema`), the originals evaluate it and not the model.
 WRAPPERS = (
     "ema", "model", "state_dict", "model_state_dict", "net", "module", "weights", "params",
 )  # fmt: skip
-_NESTED = 2  # wrappers in wrappers, as in {"ema": {"module": ...}}
+_MAX_NESTED = 2  # wrappers in wrappers, as in {"ema": {"module": ...}}
 
-# What a dict, or an object such as a model, holds directly: keys and described tensors.
+# Returns keys and described tensors that a dict, or an object such as a model, holds directly.
 _WeightsIn = Callable[[PickledObject], list[tuple[str, object]]]
 
 
 def find_weights(content: object, path: Path, weights_in: _WeightsIn) -> list[tuple[str, object]]:
-    """Key and described tensor of every weight in what was saved.
+    """Finds key and described tensor of every weight in saved content.
 
-    They are looked for under WRAPPERS one after the other, then in `content` itself; of an object
-    first in itself, then under WRAPPERS in its `__dict__` (an object that keeps averages).
+    It searches under WRAPPERS one after the other, then in `content` itself; for an object first in
+    itself, then under WRAPPERS in its `__dict__` (an object that keeps averages).
 
-    Args: weights_in: those of one dict or object, Paddle's or torch's.
-    Raises: WeightsError: there are none; names what was found.
+    Args: weights_in: returns the weights of one dict or object, Paddle's or torch's.
+    Raises: WeightsError: there are none; the message names what the file has instead.
     """
-    found = _search(content, weights_in, _NESTED)
-    if found:
-        return found
+    weights = _search_weights(content, weights_in, _MAX_NESTED)
+    if weights:
+        return weights
     keys = list(mapping(content) or ())
-    inside = ", ".join(f"'{shown(key)}'" for key in keys[:5]) or describe(content)
+    content_names = ", ".join(f"'{shown(key)}'" for key in keys[:5]) or describe(content)
     raise WeightsError(
         "no weights in it: expected a state dict, a model, or one of them under "
-        f"{', '.join(WRAPPERS)}; found {inside}",
+        f"{', '.join(WRAPPERS)}; found {content_names}",
         code="weights_no_state_dict",
         where=str(path),
     )
 
 
-def _search(content: object, weights_in: _WeightsIn, nested: int) -> list[tuple[str, object]]:
+def _search_weights(
+    content: object, weights_in: _WeightsIn, nested: int
+) -> list[tuple[str, object]]:
+    """Searches one level of wrappers; `nested` more levels may follow."""
     if not isinstance(content, PickledObject) or entry_count(content) > MAX_ENTRIES:
         return []
-    inside = mapping(content)
-    own = weights_in(content)
-    if inside is None and own:
-        return own
-    inside = mapping(content.state) or {} if inside is None else inside
+    entries = mapping(content)
+    weights = weights_in(content)
+    if entries is None and weights:
+        return weights
+    entries = mapping(content.state) or {} if entries is None else entries
     for key in WRAPPERS if nested else ():
-        found = _search(inside.get(key), weights_in, nested - 1)
-        if found:
-            return found
-    return own
+        inner_weights = _search_weights(entries.get(key), weights_in, nested - 1)
+        if inner_weights:
+            return inner_weights
+    return weights
 
 
 # numpy 1 keeps these in numpy.core, numpy 2 in numpy._core.
@@ -386,21 +399,22 @@ _PROTOCOL = 4  # of Paddle's own; 5 needs numpy.core.numeric, which moved
 
 
 def read_pdparams(path: Path) -> dict[str, np.ndarray]:
-    """Arrays of the dict by key, without other entries (Paddle's name table).
+    """Reads the arrays of Paddle's dict by key, without other entries (its name table).
 
-    The dict may be in another one under the usual names (`WRAPPERS`).
+    The dict may be nested in another one under the usual names (`WRAPPERS`).
 
     Raises:
         WeightsError: no dict of arrays in it, or refused.
         Exception: damaged; see weights.read_arrays.
     """
     content = read_pickle(BytesIO(read_file(path, MAX_BYTES)), path)
-    found = find_weights(content, path, _paddle_arrays)
-    return {key: _array(value) for key, value in found if isinstance(value, PickledObject)}
+    weights = find_weights(content, path, _paddle_arrays)
+    return {key: _build_array(value) for key, value in weights if isinstance(value, PickledObject)}
 
 
 def _paddle_arrays(value: PickledObject) -> list[tuple[str, object]]:
-    entries = [(key, _unnamed(entry)) for key, entry in (mapping(value) or {}).items()]
+    """Returns the described arrays of a dict."""
+    entries = [(key, _unwrap_named(entry)) for key, entry in (mapping(value) or {}).items()]
     return [
         (key, entry)
         for key, entry in entries
@@ -408,23 +422,23 @@ def _paddle_arrays(value: PickledObject) -> list[tuple[str, object]]:
     ]
 
 
-def _unnamed(value: object) -> object:
-    """The array of a tensor that paddle.save nested: `tuple((name, array))`."""
+def _unwrap_named(value: object) -> object:
+    """Returns the array of a tensor that paddle.save nested: `tuple((name, array))`."""
     if isinstance(value, PickledObject) and value.maker in _TUPLES and len(value.args) == 1:
         pair = value.args[0]
         return pair[1] if isinstance(pair, tuple) and len(pair) == 2 else value
     return value
 
 
-def _array(made: PickledObject) -> np.ndarray:
+def _build_array(made: PickledObject) -> np.ndarray:
     """Builds an array like numpy's __setstate__ or _frombuffer; checks sizes."""
     if made.maker in _FROM_BUFFER:
         raw, dtype, shape, order = made.args
         fortran = order == "F"
     else:
         _, shape, dtype, fortran, raw = made.state
-    kind, data = _dtype(dtype), _bytes(raw)
-    # Before they are multiplied: numbers of any length cost hours.
+    kind, data = _read_dtype(dtype), _read_bytes(raw)
+    # Checked before they are multiplied, because products of arbitrarily long integers cost hours.
     if not isinstance(shape, tuple) or len(shape) > MAX_DIMENSIONS:
         raise ValueError("an array without a sensible shape")
     if any(type(side) is not int or not 0 <= side < MAX_SIZE for side in shape):
@@ -434,7 +448,8 @@ def _array(made: PickledObject) -> np.ndarray:
     return np.frombuffer(data, kind).reshape(shape, order="F" if fortran else "C")
 
 
-def _dtype(value: object) -> np.dtype:
+def _read_dtype(value: object) -> np.dtype:
+    """Returns the dtype that the file describes, if it is one of numbers."""
     if isinstance(value, PickledObject) and value.maker == _DTYPE:
         code, order = value.args[0], value.state[1]
         if code in _TYPES and order in tuple("<>|="):
@@ -444,7 +459,7 @@ def _dtype(value: object) -> np.dtype:
     raise ValueError(f"an array of type {describe(value)}")
 
 
-def _bytes(value: object) -> bytes | bytearray:
+def _read_bytes(value: object) -> bytes | bytearray:
     """Decodes bytes that older pickle protocols store as Latin-1 text."""
     if isinstance(value, PickledObject) and value.maker == _ENCODE:
         value = value.args[0]
@@ -456,7 +471,7 @@ def _bytes(value: object) -> bytes | bytearray:
 
 
 def write_pdparams(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes what `paddle.load` reads as a state dict; keys as they are."""
+    """Writes a file that `paddle.load` reads as a state dict, with the keys as they are."""
     path.write_bytes(pickle.dumps(dict(arrays), protocol=_PROTOCOL))
 
 
@@ -468,7 +483,7 @@ _STORAGES = {
     "LongStorage": "<i8", "IntStorage": "<i4", "ShortStorage": "<i2", "CharStorage": "<i1",
     "BoolStorage": "<u1", "ByteStorage": "<u1",
 }  # fmt: skip
-# As what a type is written: the last storage that is read as it.
+# The storage as which a dtype is written: the last one that is read as this dtype.
 _STORAGE_OF = {np.dtype(code).name: kind for kind, code in _STORAGES.items()}
 _STORAGE_OF["bool"] = "BoolStorage"
 _TENSORS = (Name("torch._utils", "_rebuild_tensor_v2"), Name("torch._utils", "_rebuild_tensor"))
@@ -476,23 +491,25 @@ _PARAMETERS = (
     Name("torch._utils", "_rebuild_parameter"),
     Name("torch._utils", "_rebuild_parameter_with_state"),
 )
-_SUBCLASS = Name("torch._tensor", "_rebuild_from_type_v2")  # a tensor with attributes of its own
-_NEWER = Name("torch._utils", "_rebuild_tensor_v3")  # of types such as float8; the type is args[6]
+_TENSOR_SUBCLASS = Name(
+    "torch._tensor", "_rebuild_from_type_v2"
+)  # a tensor with attributes of its own
+_NEWER_TENSOR = Name(
+    "torch._utils", "_rebuild_tensor_v3"
+)  # of types such as float8; the type is args[6]
 
 
 def read_torch(path: Path) -> dict[str, np.ndarray]:
-    """Weights of the file by the original's keys.
-
-    Views, some of them of shared memory.
+    """Reads the weights of a torch file by the original's keys, as views of its storages.
 
     A pickle describes tensors as `_rebuild_tensor_v2(storage, offset, size, stride)`, beside the
     numbers of the storages: both in a zip archive, before torch 1.6 one after the other.  The
-    numbers are bounds-checked views of the storages.  Understood: a state dict; a pickled model;
-    either of them in a dict under one of WRAPPERS.  Of a model only the tensors are taken, walking
-    from module to module as torch's `state_dict()` does.
+    arrays are bounds-checked views of the storages, some of which share memory.  Supported are a
+    state dict, a pickled model, and either of them in a dict under one of WRAPPERS.  Of a
+    model only the tensors are read, module by module as in torch's `state_dict()`.
 
     Raises:
-        WeightsError: nothing of what is understood, or refused.
+        WeightsError: nothing of what is supported, or refused.
         Exception: damaged; see weights.read_arrays.
     """
     with open_file(path) as file:
@@ -503,9 +520,7 @@ def read_torch(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_torch_content(path: Path) -> object:
-    """What the file describes beside its numbers.
-
-    A pickled model keeps names and settings there.
+    """Reads what a torch file describes beside its numbers, such as a model's settings.
 
     Raises: as `read_torch`.
     """
@@ -522,7 +537,7 @@ _Fetch = Callable[["_Storage"], bytes | memoryview]
 
 @dataclass(frozen=True)
 class _Storage:
-    """A reference to numbers: `('storage', torch.FloatStorage, key, device, count, ...)`."""
+    """Reference to numbers: `('storage', torch.FloatStorage, key, device, count, ...)`."""
 
     key: str
     dtype: np.dtype
@@ -530,10 +545,12 @@ class _Storage:
 
     @property
     def size(self) -> int:
+        """Returns the size in bytes."""
         return self.count * self.dtype.itemsize
 
     @staticmethod
     def of(value: object) -> "_Storage":
+        """Parses the persistent id of a storage."""
         identity = value.identity if isinstance(value, Reference) else None
         if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
             raise ValueError(f"expected a storage, found {describe(value)}")
@@ -547,6 +564,7 @@ class _Storage:
 
 
 def _open_zip(archive: zipfile.ZipFile, path: Path) -> tuple[object, _Fetch]:
+    """Opens a file of torch 1.6 or newer: its content, and a function that fetches storages."""
     entries = {info.filename: info for info in archive.infolist()}
     top = [name.partition("/")[0] for name in entries if name.count("/") == 1
            and name.endswith("/data.pkl")]  # fmt: skip
@@ -563,7 +581,7 @@ def _open_zip(archive: zipfile.ZipFile, path: Path) -> tuple[object, _Fetch]:
             where=str(path),
             fix="give the checkpoint it was exported from",
         )
-    # Nothing torch writes is compressed, so honest entries take no more than the file.
+    # torch compresses nothing, so the entries of an honest file add up to less than the file.
     listed = archive.infolist()
     if len(entries) < len(listed) or any(
         info.compress_type or info.flag_bits & 1 or info.file_size != info.compress_size
@@ -593,6 +611,7 @@ def _open_zip(archive: zipfile.ZipFile, path: Path) -> tuple[object, _Fetch]:
 
 
 def _open_legacy(path: Path) -> tuple[object, _Fetch]:
+    """Opens a file of torch before 1.6: its content, and a function that fetches storages."""
     data = read_file(path, MAX_BYTES)
     stream = BytesIO(data)
     if read_pickle(stream, path) != _LEGACY_MAGIC or read_pickle(stream, path) != _LEGACY_PROTOCOL:
@@ -611,7 +630,8 @@ def _open_legacy(path: Path) -> tuple[object, _Fetch]:
     storages = {storage.key: storage for storage in map(_Storage.of, machine.references)}
     blocks: dict[str, memoryview] = {}
     position = stream.tell()
-    for key in keys if isinstance(keys, list) else []:  # one after the other, each with its count
+    # The storages follow one after the other, each after its count.
+    for key in keys if isinstance(keys, list) else []:
         if not isinstance(key, str):  # before it is hashed, which recurses into nested tuples
             raise ValueError(f"a storage called by a {describe(key)}")
         (count,) = struct.unpack_from("<q", data, position)
@@ -624,6 +644,7 @@ def _open_legacy(path: Path) -> tuple[object, _Fetch]:
 
 
 def _big_endian(path: Path) -> WeightsError:
+    """Builds the error of a file from a big-endian machine."""
     return WeightsError(
         "written on a big-endian machine, which is not supported",
         code="weights_big_endian",
@@ -632,32 +653,34 @@ def _big_endian(path: Path) -> WeightsError:
 
 
 def _torch_arrays(path: Path, content: object, fetch: _Fetch) -> dict[str, np.ndarray]:
-    found = find_weights(content, path, lambda value: _torch_tensors(value, path))
+    """Builds the arrays of all weights in the content."""
+    weights = find_weights(content, path, lambda value: _torch_tensors(value, path))
     tensors = _Tensors(path, fetch)
-    return {key: tensors.array(shown(key), value) for key, value in found}
+    return {key: tensors.array(shown(key), value) for key, value in weights}
 
 
 def _torch_tensors(value: PickledObject, path: Path) -> list[tuple[str, object]]:
-    """Keys and described tensors of a state dict or a model."""
+    """Returns keys and described tensors of a state dict or a model."""
     entries = mapping(value)
     if entries is None and not _is_tensor(value):
-        return _walk(value, path)
+        return _walk_modules(value, path)
     return [(key, tensor) for key, tensor in (entries or {}).items() if _is_tensor(tensor)]
 
 
 def _is_tensor(value: object) -> bool:
+    """Returns True if a value describes a tensor."""
     return isinstance(value, PickledObject) and value.maker in (
-        *_TENSORS, *_PARAMETERS, _SUBCLASS, _NEWER,
+        *_TENSORS, *_PARAMETERS, _TENSOR_SUBCLASS, _NEWER_TENSOR,
     )  # fmt: skip
 
 
-def _walk(model: PickledObject, path: Path) -> list[tuple[str, object]]:
-    """Parameters and buffers of a pickled model, in torch's order.
+def _walk_modules(model: PickledObject, path: Path) -> list[tuple[str, object]]:
+    """Collects parameters and buffers of a pickled model, in torch's order.
 
     Whatever its classes are called, a module keeps its parts in `_parameters`, `_buffers` and
     `_modules`.  Modules may be shared, so a small file can describe an endless tree; hence limits.
     """
-    found: list[tuple[str, object]] = []
+    tensors_by_key: list[tuple[str, object]] = []
     pending = [("", model)]
     modules, visits = 1, 0
     while pending:
@@ -671,14 +694,16 @@ def _walk(model: PickledObject, path: Path) -> list[tuple[str, object]]:
             [(f"{prefix}{key[: MAX_KEY_LENGTH + 1]}", part) for key, part in entries.items()]
             for entries in (mapping(group) or {} for group in groups)
         )
-        found += [pair for pairs in tensors for pair in pairs if pair[1] is not None]
-        inner = [(f"{name}.", part) for name, part in children if isinstance(part, PickledObject)]
-        pending += reversed(inner)
-        modules += len(inner)
-        if modules + len(found) > MAX_ENTRIES or len(prefix) > MAX_KEY_LENGTH:
+        tensors_by_key += [pair for pairs in tensors for pair in pairs if pair[1] is not None]
+        submodules = [
+            (f"{name}.", part) for name, part in children if isinstance(part, PickledObject)
+        ]
+        pending += reversed(submodules)
+        modules += len(submodules)
+        if modules + len(tensors_by_key) > MAX_ENTRIES or len(prefix) > MAX_KEY_LENGTH:
             break
     else:
-        return found
+        return tensors_by_key
     raise WeightsError(
         "refused: its modules contain each other without end",
         code="weights_unsafe",
@@ -687,7 +712,7 @@ def _walk(model: PickledObject, path: Path) -> list[tuple[str, object]]:
 
 
 class _Tensors:
-    """Arrays of described tensors; each storage is fetched once."""
+    """Builder of arrays from described tensors; fetches each storage once."""
 
     def __init__(self, path: Path, fetch: _Fetch) -> None:
         self._path = path
@@ -695,13 +720,16 @@ class _Tensors:
         self._fetched: dict[str, bytes | memoryview] = {}
 
     def array(self, key: str, value: object) -> np.ndarray:
-        """Raises: WeightsError: `value` is not a tensor, or exceeds its storage."""
+        """Builds the array of one described tensor.
+
+        Raises: WeightsError: `value` is not a tensor, or exceeds its storage.
+        """
         if isinstance(value, PickledObject) and value.maker in _PARAMETERS:
             value = value.args[0]
-        if isinstance(value, PickledObject) and value.maker == _SUBCLASS:
+        if isinstance(value, PickledObject) and value.maker == _TENSOR_SUBCLASS:
             maker, _, args = value.args[:3]
             value = PickledObject(maker, args) if isinstance(maker, Name) else None
-        if isinstance(value, PickledObject) and value.maker == _NEWER:
+        if isinstance(value, PickledObject) and value.maker == _NEWER_TENSOR:
             raise NotSupportedError(
                 f"{key}: numbers of type {describe(value.args[6])} are not supported"
             )
@@ -713,7 +741,7 @@ class _Tensors:
             )
         reference, offset, shape, strides = value.args[:4]
         storage = _Storage.of(reference)
-        problem = _out_of_bounds(storage.count, offset, shape, strides)
+        problem = _find_bounds_problem(storage.count, offset, shape, strides)
         if problem:
             raise WeightsError(problem, code="weights_damaged", where=f"{self._path}: {key}")
         size = storage.dtype.itemsize
@@ -725,6 +753,7 @@ class _Tensors:
         )  # fmt: skip
 
     def _numbers(self, key: str, storage: _Storage) -> bytes | memoryview:
+        """Fetches a storage and checks its size."""
         if storage.key not in self._fetched:
             self._fetched[storage.key] = self._fetch(storage)
         numbers = self._fetched[storage.key]
@@ -738,8 +767,8 @@ class _Tensors:
         return numbers
 
 
-def _out_of_bounds(count: int, offset: object, shape: object, strides: object) -> str:
-    """Why a view of `count` numbers is invalid; empty: it is valid."""
+def _find_bounds_problem(count: int, offset: object, shape: object, strides: object) -> str:
+    """Explains why a view of `count` numbers is invalid; "": it is valid."""
     for values in (shape, strides, (offset,)):
         if not isinstance(values, tuple) or len(values) > MAX_DIMENSIONS:
             return "a tensor without a sensible shape"
@@ -753,7 +782,7 @@ def _out_of_bounds(count: int, offset: object, shape: object, strides: object) -
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides))
     if last >= count:
         return f"reaches number {last} of a storage of {count}"
-    if math.prod(shape) > count:  # strides of 0 make much of little
+    if math.prod(shape) > count:  # strides of 0 would repeat numbers without end
         return f"claims {math.prod(shape)} numbers of a storage of {count}"
     return ""
 
@@ -763,12 +792,10 @@ _ORDERED_DICT = b"ccollections\nOrderedDict\n)R"  # an empty one, as every tenso
 
 
 def write_torch(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes contiguous arrays as an OrderedDict of CPU tensors.
+    """Writes contiguous arrays as an OrderedDict of CPU tensors, each with its own storage.
 
-    Each has its own storage.
-
-    `torch.load` reads it, also with `weights_only=True`.  The pickle is put together by hand, since
-    Python's own pickler wants to import what it names.
+    `torch.load` reads it, also with `weights_only=True`.  The pickle is assembled by hand, since
+    Python's own pickler imports the classes that it names.
     """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(f"{_TOP}/data.pkl", _pickle(arrays))
@@ -780,6 +807,7 @@ def write_torch(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _pickle(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Writes the pickle of the OrderedDict."""
     parts = [b"\x80\x02", _ORDERED_DICT, b"("]  # PROTO 2, the dict, MARK for SETITEMS
     for number, (key, array) in enumerate(arrays.items()):
         parts += [_text(key), _tensor(str(number), array)]
@@ -787,7 +815,7 @@ def _pickle(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _tensor(storage: str, array: np.ndarray) -> bytes:
-    """torch._utils._rebuild_tensor_v2(storage, 0, shape, strides, False, OrderedDict())"""
+    """Writes torch._utils._rebuild_tensor_v2(storage, 0, shape, strides, False, OrderedDict())."""
     strides = [stride // array.itemsize for stride in array.strides]
     reference = b"".join([
         b"(", _text("storage"), f"ctorch\n{_STORAGE_OF[array.dtype.name]}\n".encode(),
@@ -800,15 +828,18 @@ def _tensor(storage: str, array: np.ndarray) -> bytes:
 
 
 def _text(text: str) -> bytes:
+    """Writes a text (BINUNICODE)."""
     data = text.encode()
     return b"X" + struct.pack("<I", len(data)) + data
 
 
 def _integer(value: int) -> bytes:
+    """Writes an integer (BININT or LONG1)."""
     if value < 1 << 31:
         return b"J" + struct.pack("<i", value)
     return b"\x8a\x08" + struct.pack("<q", value)
 
 
 def _integers(values: Sequence[int]) -> bytes:
+    """Writes a tuple of integers."""
     return b"(" + b"".join(map(_integer, values)) + b"t"

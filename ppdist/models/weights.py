@@ -49,7 +49,10 @@ _T = TypeVar("_T")
 
 
 def require_there(path: Path) -> None:
-    """Raises: WeightsError: there is no such file or folder."""
+    """Checks that a path exists.
+
+    Raises: WeightsError: there is no such file or folder.
+    """
     if not path.exists():
         raise WeightsError(
             "no such weight file or checkpoint directory",
@@ -60,11 +63,9 @@ def require_there(path: Path) -> None:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of weights by key, as stored.
+    """Reads all arrays of a weight file or a checkpoint directory by key, as stored.
 
-    Of a weight file or a checkpoint directory.
-
-    bfloat16, which numpy lacks, comes as its uint16 bit patterns; see `as_numbers`.
+    bfloat16, which numpy lacks, is returned as uint16 bit patterns; see `as_numbers`.
 
     Raises: WeightsError: no such file, of an unknown kind, damaged, refused, or without arrays.
     """
@@ -79,7 +80,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         _refuse_known_mistakes(path, ending)
         return reader(path)
 
-    return _parsed(path, read)
+    return _read_or_damaged(path, read)
 
 
 def require_known_ending(path: Path) -> None:
@@ -97,8 +98,10 @@ def require_known_ending(path: Path) -> None:
         )
 
 
-def _parsed(path: Path, read: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Reads a weight file; failures become a WeightsError."""
+def _read_or_damaged(
+    path: Path, read: Callable[[], dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """Calls a reader of a weight file; failures become a WeightsError."""
     try:
         arrays = read()
     except WeightsError:
@@ -110,10 +113,10 @@ def _parsed(path: Path, read: Callable[[], dict[str, np.ndarray]]) -> dict[str, 
             where=str(path),
             fix="convert them to float32",
         ) from error
-    # Parsers of zip, JSON, numpy and pickle have no list of what they raise.
+    # Parsers of zip, JSON, numpy and pickle have no list of the errors that they raise.
     except Exception as error:
         raise WeightsError(
-            f"damaged or not a {path.suffix.lower()} file: {_detail(error)}",
+            f"damaged or not a {path.suffix.lower()} file: {_describe_error(error)}",
             code="weights_damaged",
             where=str(path),
         ) from error
@@ -128,7 +131,7 @@ def _parsed(path: Path, read: Callable[[], dict[str, np.ndarray]]) -> dict[str, 
 
 
 _DOWNLOAD = "the download went wrong: fetch the file again, and inspect it before you use it"
-# How files start that people give by mistake, the endings for which that is right, what they are.
+# Files that users give by mistake: their first bytes, the endings that may begin so, a description.
 _STARTS: tuple[tuple[bytes, tuple[str, ...], str], ...] = (
     (b"version https://git-lfs", (), "a Git LFS pointer instead of the file: run git lfs pull"),
     (b"<!DOCTYPE", (), f"a web page; {_DOWNLOAD}"),
@@ -145,6 +148,7 @@ _STARTS: tuple[tuple[bytes, tuple[str, ...], str], ...] = (
 
 
 def _refuse_known_mistakes(path: Path, ending: str) -> None:
+    """Refuses files whose first bytes show that they are of another kind."""
     try:
         with open_file(path) as file:
             start = file.read(32)
@@ -167,8 +171,8 @@ def _refuse_known_mistakes(path: Path, ending: str) -> None:
         )
 
 
-def _detail(error: Exception) -> str:
-    """A parser's message, short and without control characters."""
+def _describe_error(error: Exception) -> str:
+    """Returns a parser's message, short and without control characters."""
     try:
         return ascii(f"{type(error).__name__}: {error}")[1:-1][:200]
     except RecursionError:  # quoting something nested too deeply
@@ -176,23 +180,23 @@ def _detail(error: Exception) -> str:
 
 
 def as_numbers(array: np.ndarray) -> np.ndarray:
-    """bfloat16 bit patterns (uint16) as float32; everything else as it is."""
+    """Converts bfloat16 bit patterns (uint16) to float32; returns other arrays as they are."""
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The checkpoint that a path means.
+    """Returns the checkpoint that a path means.
 
-    Of an output_dir, or of its folder of checkpoints, the best one, else the last, else the newest;
-    every other path is what it is.
+    For an output_dir, or its folder of checkpoints, this is the best checkpoint, else the last,
+    else the newest; other paths are returned as they are.
     """
     if not path.is_dir() or (path / MANIFEST).exists():
         return path
     for folder in (path / "checkpoints", path):
-        steps = sorted((each.name for each in folder.glob("step-*")), reverse=True)
-        # A file system without links has neither best nor last.
+        steps = sorted((entry.name for entry in folder.glob("step-*")), reverse=True)
+        # A file system without links has neither `best` nor `last`.
         for name in ("best", "last", *steps):
             if (folder / name / MANIFEST).exists():
                 return folder / name
@@ -200,14 +204,14 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def digest_of_weights(path: Path) -> str:
-    """Fingerprint of the weights that a path means."""
+    """Computes a fingerprint of the weights that a path means."""
     weights = checkpoint_of(path)
-    # The manifest holds checksums.
+    # The manifest holds the checksums of all files.
     return digest_of_file(weights / MANIFEST if weights.is_dir() else weights)
 
 
 def through_links(path: Path, read: Callable[[Path], _T]) -> _T:
-    """Reads a checkpoint in its real folder; again if a link moved."""
+    """Reads a checkpoint in its real folder; reads again if a link moved meanwhile."""
     while True:
         folder = path.resolve()
         try:
@@ -218,6 +222,7 @@ def through_links(path: Path, read: Callable[[Path], _T]) -> _T:
 
 
 def _read_folder(path: Path) -> dict[str, np.ndarray]:
+    """Reads the arrays of a checkpoint: the averaged weights, else the raw ones."""
     if not (path / MANIFEST).exists():
         raise WeightsError(
             "not a checkpoint: it has no manifest.json, nor checkpoints/ with any",
@@ -228,15 +233,15 @@ def _read_folder(path: Path) -> dict[str, np.ndarray]:
                 "output/NAME/checkpoints/best, or a weight file"
             ),
         )
-    found = checked_files(path, ("ema.safetensors", "model.safetensors"))
-    if not found:
+    contents = checked_files(path, ("ema.safetensors", "model.safetensors"))
+    if not contents:
         raise WeightsError(
             "damaged checkpoint: manifest.json names no weights",
             code="checkpoint_damaged",
             where=str(path),
         )
-    ((name, content),) = found.items()
-    return _parsed(path / name, lambda: _parse_safetensors(content, path / name))
+    ((name, content),) = contents.items()
+    return _read_or_damaged(path / name, lambda: _parse_safetensors(content, path / name))
 
 
 _SAFETENSORS = {
@@ -246,20 +251,24 @@ _SAFETENSORS = {
 }  # fmt: skip
 
 
-_MOST_HEADER = 1 << 23  # bytes of a safetensors file before its numbers; a YOLOv5x has 150 KB
+_MAX_HEADER_BYTES = 1 << 23  # bytes of a safetensors file before its numbers; a YOLOv5x has 150 KB
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """Reads the arrays of a safetensors file."""
     return _parse_safetensors(read_file(path, MAX_BYTES), path)
 
 
 def _parse_safetensors(content: bytes, path: Path) -> dict[str, np.ndarray]:
-    """Args: path: the file that holds the content, for messages."""
-    # A million tensors without numbers took 50 s and 1.3 GB.
+    """Parses the content of a safetensors file.
+
+    Args: path: the file that holds the content, for messages.
+    """
+    # Bounded first: a million tensors without numbers took 50 s and 1.3 GB.
     length = int.from_bytes(content[:8], "little")
-    if length > _MOST_HEADER or len(json.loads(content[8 : 8 + length])) > MAX_ENTRIES + 1:
+    if length > _MAX_HEADER_BYTES or len(json.loads(content[8 : 8 + length])) > MAX_ENTRIES + 1:
         raise WeightsError(
-            f"refused: a header of {length} bytes, expected at most {_MOST_HEADER} and "
+            f"refused: a header of {length} bytes, expected at most {_MAX_HEADER_BYTES} and "
             f"{MAX_ENTRIES} entries",
             code="weights_unsafe",
             where=str(path),
@@ -283,9 +292,9 @@ _INFLATION = 4  # trained weights compress by some per cent
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     """Reads an .npz without pickles, within bounds.
 
-    np.load allocates whatever size an entry claims to have.
+    np.load would allocate whatever size an entry claims to have.
     """
-    with open_file(path) as opened, zipfile.ZipFile(opened) as archive:
+    with open_file(path) as file, zipfile.ZipFile(file) as archive:
         entries = [info for info in archive.infolist() if info.filename.endswith(".npy")]
         claimed, size = sum(info.file_size for info in entries), path.stat().st_size
         if sum(info.compress_size for info in entries) > size:
@@ -296,8 +305,10 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
                 code="weights_unsafe",
                 where=str(path),
             )
-        found = {info.filename.removesuffix(".npy"): _read_npy(archive, info) for info in entries}
-        arrays = {key: array for key, array in found.items() if array is not None}
+        entries_by_key = {
+            info.filename.removesuffix(".npy"): _read_npy(archive, info) for info in entries
+        }
+        arrays = {key: array for key, array in entries_by_key.items() if array is not None}
         if not arrays:
             inside = ", ".join(shown(name) for name in archive.namelist()[:5]) or "nothing"
             raise WeightsError(
@@ -309,7 +320,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_npy(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray | None:
-    """None: not of numbers, such as a note beside the weights."""
+    """Reads one array of an .npz; None: it is not numeric, such as a note beside the weights."""
     with archive.open(info) as file:
         version = np.lib.format.read_magic(file)
         if version == (1, 0):
@@ -339,13 +350,11 @@ _READERS: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {
 def write_arrays(
     path: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, str] | None = None
 ) -> None:
-    """Writes a weight file, whole or not at all.
-
-    Its ending names the kind.
+    """Writes a weight file, completely or not at all; its ending names the kind.
 
     Args: notes: texts for `read_notes`, by names that no array has; .pdparams, .pt and .pth have no
         place for any.
-    Raises: WeightsError: an unknown ending, or the disk refused.
+    Raises: WeightsError: an unknown ending, or the file cannot be written.
     """
     check_writable(path)
     writer = _WRITERS[path.suffix.lower()]
@@ -362,7 +371,7 @@ def write_arrays(
 
 
 def check_writable(path: Path) -> None:
-    """Makes the folder of a file that `write_arrays` is to write.
+    """Checks the ending of a file that `write_arrays` will write, and makes its folder.
 
     Raises: WeightsError: it does not know the ending; UserError: the folder cannot be made.
     """
@@ -376,12 +385,15 @@ def check_writable(path: Path) -> None:
 
 
 def check_arrays(path: Path, expected: Mapping[str, np.ndarray]) -> None:
-    """Compares a file just written with its arrays."""
-    found = read_arrays(path)
-    wrong = [key for key in expected if key not in found
-             or found[key].shape != expected[key].shape
-             or found[key].tobytes() != expected[key].tobytes()]  # fmt: skip
-    if wrong or len(found) != len(expected):
+    """Reads a file that was just written, and compares it with its arrays.
+
+    Raises: WeightsError: they differ.
+    """
+    reread = read_arrays(path)
+    wrong = [key for key in expected if key not in reread
+             or reread[key].shape != expected[key].shape
+             or reread[key].tobytes() != expected[key].tobytes()]  # fmt: skip
+    if wrong or len(reread) != len(expected):
         raise WeightsError(
             f"reads back differently from what was written: {wrong[:5]}",
             code="weights_written_wrong",
@@ -394,12 +406,14 @@ _Notes = Mapping[str, str]
 
 
 def _write_npz(path: Path, arrays: Mapping[str, np.ndarray], notes: _Notes) -> None:
+    """Writes arrays and notes as an .npz."""
     texts = {key: np.array(text) for key, text in notes.items()}
     with path.open("wb") as file:  # np.savez would add an ending to the draft's name
         np.savez(file, **arrays, **texts)  # type: ignore[arg-type]
 
 
 def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray], notes: _Notes) -> None:
+    """Writes arrays, with the notes in the header."""
     save_file(dict(arrays), path, dict(notes) or None)
 
 
@@ -413,11 +427,9 @@ _WRITERS: dict[str, Callable[[Path, Mapping[str, np.ndarray], _Notes], None]] = 
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """Texts that `write_arrays` put into a file, by name.
+    """Reads the texts that `write_arrays` put into a file beside its arrays, by name.
 
-    They stand beside its arrays.
-
-    Other kinds of files have none.
+    Kinds of files without notes give none.
     Raises: WeightsError: damaged, or refused.
     """
     reader = {".safetensors": _safetensors_notes, ".npz": _npz_notes}.get(path.suffix.lower())
@@ -425,26 +437,28 @@ def read_notes(path: Path) -> dict[str, str]:
         return {} if reader is None else reader(path)
     except Exception as error:  # as in read_arrays
         raise WeightsError(
-            f"damaged or not a {path.suffix} file: {_detail(error)}",
+            f"damaged or not a {path.suffix} file: {_describe_error(error)}",
             code="weights_damaged",
             where=str(path),
         ) from error
 
 
 def _safetensors_notes(path: Path) -> dict[str, str]:
+    """Reads the texts in the header of a safetensors file."""
     with open_file(path) as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > _MOST_HEADER:
-            raise ValueError(f"a header of {length} bytes, expected at most {_MOST_HEADER}")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {length} bytes, expected at most {_MAX_HEADER_BYTES}")
         notes = json.loads(file.read(length)).get("__metadata__", {})
     return {key: text for key, text in notes.items() if isinstance(text, str)}
 
 
 def _npz_notes(path: Path) -> dict[str, str]:
+    """Reads the scalar text entries of an .npz."""
     notes = {}
-    with open_file(path) as opened, zipfile.ZipFile(opened) as archive:
+    with open_file(path) as stream, zipfile.ZipFile(stream) as archive:
         for info in archive.infolist():
-            if info.filename.endswith(".npy") and info.file_size <= _MOST_HEADER:
+            if info.filename.endswith(".npy") and info.file_size <= _MAX_HEADER_BYTES:
                 with archive.open(info) as file:
                     if np.lib.format.read_magic(file) != (1, 0):
                         continue
@@ -456,24 +470,26 @@ def _npz_notes(path: Path) -> dict[str, str]:
     return notes
 
 
-_SHOWN = 5  # mismatches listed in a message
-# What torch's DistributedDataParallel and compile put before every key of the model they wrap, and
-# what a Lightning module calls its part; the latter only counts where nothing else fits.
-_WRAPPED, _PART = ("module.", "_orig_mod."), "model."
-_BATCHES = "num_batches_tracked"  # torch counts in every batch norm; neither family uses it
+_MAX_SHOWN = 5  # mismatches listed in a message
+# Prefixes that torch's DistributedDataParallel and compile put before every key of the model that
+# they wrap, and that of a Lightning module's part, which is only tried where nothing else fits.
+_WRAPPER_PREFIXES, _LIGHTNING_PREFIX = ("module.", "_orig_mod."), "model."
+_BATCHES = (
+    "num_batches_tracked"  # torch has this counter in every batch norm; our models do not use it
+)
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What became of the entries; `str(report)` is the line for the log.
+    """Result of loading weights; `str(report)` is the line for the log.
 
-    loaded: model keys that took their value from the file.
+    loaded: model keys whose value comes from the file.
     fresh: model keys that keep their initial value (class layers, or all but the backbone).
-    ignored: file keys the model has no place for.
-    reason: why something is fresh; empty when nothing is.
-    prefix: what was taken away from the start of the file's keys.
+    ignored: file keys that no key of the model matches.
+    reason: why model keys are fresh; empty if none is.
+    prefix: prefix that was stripped from the file's keys.
     copied: parts that the file lacks and that start as copies of others (`ImageModel.init_from`).
-    by_name: what became of the rows of classes, where names decided it.
+    by_name: result of matching classes by name; empty if they were matched by number.
     """
 
     source: Path
@@ -486,6 +502,7 @@ class LoadReport:
     by_name: str = ""
 
     def __str__(self) -> str:
+        """Writes the line for the log."""
         line = f"weights: {len(self.loaded)} tensors from {self.source}"
         if self.prefix:
             line += f", keys without their {self.prefix!r}"
@@ -496,7 +513,7 @@ class LoadReport:
         if self.fresh:
             line += f"; {len(self.fresh)} start fresh: {self.reason}"
         if self.ignored:
-            line += f"; {len(self.ignored)} of the file unused ({_some(self.ignored)})"
+            line += f"; {len(self.ignored)} of the file unused ({_abbreviate(self.ignored)})"
         return line
 
 
@@ -536,16 +553,15 @@ def load_weights(
 
     Every rank calls it and reads the file itself.
 
-    A name of the zoo is downloaded if needed; see `zoo.local_weights`.
-    A file may use our keys or the original's (`model.official_keys()`), also behind the prefix of a
-    wrapper; of a run's output_dir its best checkpoint is taken, else its last.  All or nothing: the
-    model is untouched when an error is raised.  Where only the number of classes differs, the class
-    layers keep their initial values, and are reported; a file with the backbone alone
-    (ImageNet, or a detector's for a classifier and the reverse) fills the backbone.  Nothing else
-    may be missing or misshapen.
+    A name of the zoo is downloaded if needed; see `zoo.local_weights`.  A file may use our keys or
+    the original's (`model.official_keys()`), also with the prefix of a wrapper; a run's output_dir
+    stands for its best checkpoint, else its last.  If an error is raised, the model is unchanged.
+    If only the number of classes differs, the class layers keep their initial values, which the
+    report names.  A file with only a backbone (ImageNet, or a detector's for a classifier and the
+    reverse) fills the backbone.  Nothing else may be missing or misshapen.
 
-    Args: names: each class takes the rows of the class of its name, wherever that stands in the
-        file; the rows of the others keep their initial values.  None: row c is class c.
+    Args: names: each class takes the rows of the class of the same name, wherever they are in the
+        file; the rows of other classes keep their initial values.  None: row c is class c.
     Raises: WeightsError: no such file, not readable, unsafe, or not of this model.
     """
     path = checkpoint_of(local_weights(path))
@@ -553,50 +569,50 @@ def load_weights(
     state = model.state_dict()
     shapes = {key: tuple(value.shape) for key, value in state.items()}
     official, linear = model.official_keys(), linear_keys(model)
-    arrays, prefix = _without(_WRAPPED, arrays)
+    # All is matched and checked before the first tensor is set, so that an error changes nothing.
+    arrays, prefix = _strip_prefixes(_WRAPPER_PREFIXES, arrays)
     matched, ignored = _match(arrays, model, official, linear)
     if not matched:
-        inner, more = _without(
-            _WRAPPED, {key.removeprefix(_PART): value for key, value in arrays.items()}
+        inner_arrays, inner_prefix = _strip_prefixes(
+            _WRAPPER_PREFIXES,
+            {key.removeprefix(_LIGHTNING_PREFIX): value for key, value in arrays.items()},
         )
-        matched, ignored = _match(inner, model, official, linear)
-        prefix += _PART + more
+        matched, ignored = _match(inner_arrays, model, official, linear)
+        prefix += _LIGHTNING_PREFIX + inner_prefix
     if not matched:
         raise WeightsError(
             f"none of its {len(arrays)} entries belongs to this model; the file has "
-            f"{_some(arrays)}, the model expects {_some(shapes)}; is it a weight file of another "
-            "architecture?",
+            f"{_abbreviate(arrays)}, the model expects {_abbreviate(shapes)}; is it a weight file "
+            "of another architecture?",
             code="weights_of_other_architecture",
             where=str(path),
         )
     _refuse_other_designs(path, ignored, matched, official)
     copied = _init_missing_parts(model, matched, shapes)
-    by_name = None if names is None else _by_name(model, names, matched, shapes, linear)
-    if by_name is not None:
-        for key in by_name.keys:
-            theirs = as_numbers(matched[key])
-            matched[key] = by_name.reordered(key, theirs, state[key].numpy())
-    fresh, reason = _fresh(model, matched, shapes, linear)
+    class_mapping = None if names is None else _map_classes(model, names, matched, shapes, linear)
+    if class_mapping is not None:
+        for key in class_mapping.keys:
+            file_rows = as_numbers(matched[key])
+            matched[key] = class_mapping.reorder(key, file_rows, state[key].numpy())
+    fresh, reason = _find_fresh(model, matched, shapes, linear)
     _require_shapes(path, matched, shapes, fresh)
     loaded = {
-        key: _converted(path, key, value, str(state[key].dtype).removeprefix("paddle."))
+        key: _convert(path, key, value, str(state[key].dtype).removeprefix("paddle."))
         for key, value in matched.items()
         if key not in fresh
     }
     for key, value in loaded.items():
         state[key].set_value(np.ascontiguousarray(value).reshape(shapes[key]))
-    told = "" if by_name is None else by_name.told
-    return LoadReport(path, tuple(loaded), fresh, tuple(ignored), reason, prefix, copied, told)
+    summary = "" if class_mapping is None else class_mapping.summary
+    return LoadReport(path, tuple(loaded), fresh, tuple(ignored), reason, prefix, copied, summary)
 
 
 def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = None) -> str:
-    """As `load_weights`, for a model that is used as it is.
+    """Copies weights into a model that is used without further training.
 
-    It is not trained any further.
-
-    Args: names: if some differ, and every class that both sides have keeps its number, the data are
-        taken to have renamed the others: row c is class c, which is reported.
-    Returns: a line about the names of classes; "": there is nothing to say.
+    Args: names: if some differ, and every class that file and model share has the same number, the
+        other classes count as renamed: row c is class c, which is reported.
+    Returns: a line about the names of classes; "": there is nothing to report.
     Raises: WeightsError: also where a layer would keep its random initial values, or start as a
         copy of another.  ConfigError: see `ClassNames.are_renamed`.
     """
@@ -622,34 +638,34 @@ def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = N
         pairs = [pair for pair in zip(names.of_file, names.of_model) if pair[0] != pair[1]]
         return (
             f"{len(pairs)} of {len(names.of_model)} classes have other names in the weights "
-            f"({_some([f'{in_file} for {in_model}' for in_file, in_model in pairs])}): "
+            f"({_abbreviate([f'{in_file} for {in_model}' for in_file, in_model in pairs])}): "
             "matched by order"
         )
     return report.by_name
 
 
-def _without(
+def _strip_prefixes(
     prefixes: tuple[str, ...], arrays: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], str]:
-    """Arrays without the prefixes of all their keys."""
-    taken = ""
+    """Strips the prefixes that all keys have; returns the arrays, and what was stripped."""
+    removed = ""
     while arrays:
         prefix = next((p for p in prefixes if all(key.startswith(p) for key in arrays)), "")
         if not prefix:
             break
         arrays = {key.removeprefix(prefix): value for key, value in arrays.items()}
-        taken += prefix
-    return arrays, taken
+        removed += prefix
+    return arrays, removed
 
 
 def _key_tables(model: ImageModel, official: Mapping[str, str]) -> Iterator[KeyTable]:
-    """The names that a file may use, ours first, made on demand."""
-    ours = {key: key for key in official}
-    tables = [KeyTable(ours, torch=False), KeyTable(official, torch=official != ours)]
+    """Yields the names that a file may use, ours first, built on demand."""
+    identity = {key: key for key in official}
+    tables = [KeyTable(identity, torch=False), KeyTable(official, torch=official != identity)]
     yield from tables
-    more = model.key_tables()
-    yield from more
-    yield from (table.of_backbone() for table in (*tables, *more))
+    further = model.key_tables()
+    yield from further
+    yield from (table.of_backbone() for table in (*tables, *further))
     published = {f"backbone.{key}": name for key, name in model.backbone.original_keys().items()}
     yield KeyTable(published)
 
@@ -660,42 +676,45 @@ def _match(
     official: Mapping[str, str],
     linear: Collection[str],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Arrays by model key, in our layout, and leftover file keys.
+    """Returns arrays by model key, in our layout, and the leftover file keys.
 
-    A file has the names of one implementation: that which finds most of our entries, of equals
+    A file uses the names of one implementation: the one that finds most of our entries, of several
     the first.
 
     Args: official: see `ImageModel.official_keys`; linear: see `linear_keys`.
     """
     sources, torch = dict[str, tuple[str, ...]](), False
     for table in _key_tables(model, official):
-        found = table.sources(arrays)
-        if len(found) > len(sources):
-            sources, torch = found, table.torch
-        if len(found) == len(official):
+        candidates = table.sources(arrays)
+        if len(candidates) > len(sources):
+            sources, torch = candidates, table.torch
+        # Complete: no other table can match more, and building them takes time.
+        if len(candidates) == len(official):
             break
     matched = {}
     for key, names in sources.items():
         parts = [arrays[name] for name in names]
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        whole = whole.T if torch and key in linear else whole
-        matched[key] = whole[:-1] if torch and key in model.padded_keys else whole
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        array = array.T if torch and key in linear else array
+        matched[key] = array[:-1] if torch and key in model.padded_keys else array
     used = {name for names in sources.values() for name in names}
     return matched, [key for key in arrays if key not in used and not key.endswith(_BATCHES)]
 
 
 def linear_keys(model: ImageModel) -> frozenset[str]:
-    """Keys of weights [in, out], which torch keeps as [out, in].
+    """Returns the keys of weights [in, out], which torch keeps as [out, in].
 
-    They are those of nn.Linear, and what a layer names in `linear_weights` (an attention whose
-    projections are one matrix).  Other matrices, such as embeddings and tables of positions, are
-    alike in both.
+    These are weights of nn.Linear, and those that a layer names in `linear_weights` (an attention
+    whose projections are one matrix).  Other matrices, such as embeddings and tables of positions,
+    have the same layout in Paddle and torch.
     """
-    found = set()
+    identities = set()
     for layer in model.sublayers():
-        own = ("weight",) if isinstance(layer, nn.Linear) else getattr(layer, "linear_weights", ())
-        found |= {id(getattr(layer, name)) for name in own}
-    return frozenset(key for key, value in model.state_dict().items() if id(value) in found)
+        names = (
+            ("weight",) if isinstance(layer, nn.Linear) else getattr(layer, "linear_weights", ())
+        )
+        identities |= {id(getattr(layer, name)) for name in names}
+    return frozenset(key for key, value in model.state_dict().items() if id(value) in identities)
 
 
 def _refuse_other_designs(
@@ -704,13 +723,15 @@ def _refuse_other_designs(
     matched: Mapping[str, np.ndarray],
     official: Mapping[str, str],
 ) -> None:
-    """Files that fit in part, and would compute something else."""
+    """Refuses files that fit in part, but belong to a network that computes something else."""
     names = {name for pair in official.items() for name in pair}
+    # A bias of a convolution that this model normalises instead: batch norms were folded into the
+    # file, or its network is another one.
     for key in ignored:
         norm = key.removesuffix("conv.bias") + "bn."
         if not key.endswith(".conv.bias") or f"{norm}weight" not in names:
             continue
-        if any(f"{norm}weight" in (ours, official[ours]) for ours in matched):
+        if any(f"{norm}weight" in (our_key, official[our_key]) for our_key in matched):
             raise WeightsError(
                 f"{shown(key)} stands beside a batch norm, and this model's convolution has no "
                 "bias there; the file is of another architecture",
@@ -738,25 +759,27 @@ def _refuse_other_designs(
 def _init_missing_parts(
     model: ImageModel, matched: dict[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ...]:
-    """Starts parts that the file lacks as copies of others."""
-    said = []
+    """Fills parts that the file lacks with copies of others; returns a line for each."""
+    lines = []
     for part, source in model.init_from:
-        own = [key for key in shapes if key.startswith(part)]
-        pairs = {key: source + key.removeprefix(part) for key in own}
-        if any(key in matched for key in own) or not any(
-            each in matched for each in pairs.values()
-        ):
+        part_keys = [key for key in shapes if key.startswith(part)]
+        pairs = {key: source + key.removeprefix(part) for key in part_keys}
+        has_part = any(key in matched for key in part_keys)
+        has_source = any(source_key in matched for source_key in pairs.values())
+        if has_part or not has_source:
             continue
-        matched |= {key: matched[each] for key, each in pairs.items() if each in matched}
-        said.append(f"the file lacks {part[:-1]}, which starts as a copy of its {source[:-1]}")
-    return tuple(said)
+        matched |= {
+            key: matched[source_key] for key, source_key in pairs.items() if source_key in matched
+        }
+        lines.append(f"the file lacks {part[:-1]}, which starts as a copy of its {source[:-1]}")
+    return tuple(lines)
 
 
 @dataclass(frozen=True)
-class _ByName:
-    """Which class of the file becomes which of the model.
+class _ClassMapping:
+    """Mapping of the file's classes to those of the model.
 
-    keys: of the class layers; linear: of those whose classes are the last axis.
+    keys: keys of the class layers; linear: keys of layers whose last axis is that of classes.
     before: see ImageModel.rows_before_classes.
     pairs: class in the file, class in the model.
     """
@@ -768,41 +791,48 @@ class _ByName:
     pairs: tuple[tuple[int, int], ...]
 
     @property
-    def told(self) -> str:
-        wanted = len(self.names.of_model)
-        line = f"{len(self.pairs)} of {wanted} classes kept by name"
-        kept = {ours for _, ours in self.pairs}
-        fresh = [name for c, name in enumerate(self.names.of_model) if c not in kept]
+    def summary(self) -> str:
+        """Describes how many classes keep their rows."""
+        class_count = len(self.names.of_model)
+        line = f"{len(self.pairs)} of {class_count} classes kept by name"
+        targets = {target for _, target in self.pairs}
+        fresh = [name for c, name in enumerate(self.names.of_model) if c not in targets]
         if fresh:
-            return f"{line}, fresh: {_some(fresh)}"
-        return f"{line}, in another order" if len(self.names.of_file) == wanted else line
+            return f"{line}, fresh: {_abbreviate(fresh)}"
+        return f"{line}, in another order" if len(self.names.of_file) == class_count else line
 
-    def reordered(self, key: str, theirs: np.ndarray, ours: np.ndarray) -> np.ndarray:
-        """A class layer's entry: file rows for matching names, else `ours`."""
-        swap = key in self.linear
-        theirs, mixed = theirs.T if swap else theirs, (ours.T if swap else ours).copy()
-        counts = len(self.names.of_file), len(self.names.of_model)
-        theirs_G, mixed_G = (
-            rows.reshape(-1, self.before + count, *rows.shape[1:])
-            for rows, count in zip((theirs, mixed), counts)
+    def reorder(self, key: str, file_rows: np.ndarray, model_rows: np.ndarray) -> np.ndarray:
+        """Returns a class layer's entry with the file's rows for matching names, else
+        `model_rows`.
+        """
+        classes_last = key in self.linear
+        file_rows, mixed = (
+            file_rows.T if classes_last else file_rows,
+            (model_rows.T if classes_last else model_rows).copy(),
         )
-        mixed_G[:, : self.before] = theirs_G[:, : self.before]
+        counts = len(self.names.of_file), len(self.names.of_model)
+        file_G, mixed_G = (
+            rows.reshape(-1, self.before + count, *rows.shape[1:])
+            for rows, count in zip((file_rows, mixed), counts)
+        )
+        mixed_G[:, : self.before] = file_G[:, : self.before]
         for source, target in self.pairs:
-            mixed_G[:, self.before + target] = theirs_G[:, self.before + source]
-        return mixed.T if swap else mixed
+            mixed_G[:, self.before + target] = file_G[:, self.before + source]
+        return mixed.T if classes_last else mixed
 
 
-def _by_name(
+def _map_classes(
     model: ImageModel,
     names: ClassNames,
     matched: Mapping[str, np.ndarray],
     shapes: Mapping[str, tuple[int, ...]],
     linear: Collection[str],
-) -> _ByName | None:
-    """Which class of the file becomes which of the model.
+) -> _ClassMapping | None:
+    """Maps the file's classes to those of the model by name.
 
-    None where names do not help: not known, not those of the class layers, the same in the same
-    order; or none agrees and the file has another number, which leaves layers of classes fresh.
+    It returns None where names do not help: they are not known, not those of the class layers, or
+    the same in the same order; or no name agrees and the number of classes differs, in which case
+    the class layers stay fresh anyway.
     """
     in_file, in_model = names.of_file, names.of_model
     places = match_classes(in_model, in_file)
@@ -817,42 +847,46 @@ def _by_name(
     of_classes_alone = model.rows_before_classes == 0
     if not keys or (not pairs and len(in_file) != len(in_model) and of_classes_alone):
         return None
-    found = _ByName(keys, linear, model.rows_before_classes, names, pairs)
+    mapping = _ClassMapping(keys, linear, model.rows_before_classes, names, pairs)
     for key in keys:
-        there, here = (
+        file_shape, model_shape = (
             _classes_first(shape, key in linear) for shape in (matched[key].shape, shapes[key])
         )
-        groups, odd = divmod(here[0], found.before + len(in_model))
-        if odd or there != (groups * (found.before + len(in_file)), *here[1:]):
+        groups, remainder = divmod(model_shape[0], mapping.before + len(in_model))
+        if remainder or file_shape != (groups * (mapping.before + len(in_file)), *model_shape[1:]):
             return None
-    return found
+    return mapping
 
 
 def _classes_first(shape: tuple[int, ...], linear: bool) -> tuple[int, ...]:
-    """Shape with the classes first, for linear layers, too."""
+    """Returns the shape with the axis of classes first, for linear layers, too."""
     return shape[::-1] if linear else shape
 
 
-def _fresh(
+def _find_fresh(
     model: ImageModel,
     matched: Mapping[str, np.ndarray],
     shapes: Mapping[str, tuple[int, ...]],
     linear: Collection[str],
 ) -> tuple[tuple[str, ...], str]:
-    """The model keys that may keep their initial values, and why."""
+    """Returns the model keys that may keep their initial values, and the reason."""
     missing = [key for key in shapes if key not in matched]
     if _is_backbone_alone(matched, missing):
-        absent = sorted({_part(key) for key in missing if key.startswith("backbone.")})
+        absent = sorted({_stage_of(key) for key in missing if key.startswith("backbone.")})
         parts = ["the file holds only a backbone", *(f"without {part}" for part in absent)]
         return tuple(missing), ", ".join(parts)
     fresh, reasons = [], list[str]()
-    for key in filter(lambda each: each.startswith(model.class_layers), matched):
-        found, wanted = (
+    for key in filter(lambda matched_key: matched_key.startswith(model.class_layers), matched):
+        file_shape, model_shape = (
             _classes_first(shape, key in linear) for shape in (matched[key].shape, shapes[key])
         )
-        if len(found) == len(wanted) and found[0] != wanted[0] and found[1:] == wanted[1:]:
+        if (
+            len(file_shape) == len(model_shape)
+            and file_shape[0] != model_shape[0]
+            and file_shape[1:] == model_shape[1:]
+        ):
             fresh.append(key)
-            reasons = reasons or [_class_reason(model, found[0], wanted[0])]
+            reasons = reasons or [_class_reason(model, file_shape[0], model_shape[0])]
     training_only = [key for key in shapes if key.startswith(model.training_only)]
     if training_only and not any(key in matched for key in training_only):
         fresh += training_only
@@ -861,28 +895,29 @@ def _fresh(
 
 
 def _is_backbone_alone(matched: Mapping[str, np.ndarray], missing: list[str]) -> bool:
-    """Whether the file fills whole parts of the backbone, and nothing else."""
+    """Returns True if the file fills complete parts of the backbone, and nothing else."""
+    # Parts may be missing as a whole, such as the SPPF that a classifier does not have.
     lacking = [key for key in missing if key.startswith("backbone.")]
     return (
         bool(missing)
         and all(key.startswith("backbone.") for key in matched)
         and len(lacking) < len(matched)
-        and not {_part(key) for key in lacking} & {_part(key) for key in matched}
+        and not {_stage_of(key) for key in lacking} & {_stage_of(key) for key in matched}
     )
 
 
-def _part(key: str) -> str:
-    """What stands before the second dot, such as `backbone.stem`."""
+def _stage_of(key: str) -> str:
+    """Returns the key up to its second dot, such as `backbone.stem`."""
     return ".".join(key.split(".")[:2])
 
 
-def _class_reason(model: ImageModel, found: int, wanted: int) -> str:
-    """Why a class layer of other channels starts fresh."""
-    if wanted == model.num_classes:
-        return f"class layers, the file knows {found} classes, the model {wanted}"
+def _class_reason(model: ImageModel, file_channels: int, model_channels: int) -> str:
+    """Explains why a class layer with another number of channels starts fresh."""
+    if model_channels == model.num_classes:
+        return f"class layers, the file knows {file_channels} classes, the model {model_channels}"
     return (
-        f"class layers, they have {found} channels in the file and {wanted} in the model of "
-        f"{model.num_classes} classes"
+        f"class layers, they have {file_channels} channels in the file and {model_channels} in the "
+        f"model of {model.num_classes} classes"
     )
 
 
@@ -892,7 +927,7 @@ def _require_shapes(
     shapes: Mapping[str, tuple[int, ...]],
     fresh: tuple[str, ...],
 ) -> None:
-    """Entries that are missing or misshapen, and may not start fresh."""
+    """Refuses entries that are missing or misshapen, and may not start fresh."""
     problems = [
         f"{key}: {list(shape)} in the model, not in the file"
         for key, shape in shapes.items()
@@ -905,24 +940,26 @@ def _require_shapes(
                 f"{key}: {list(shapes[key])} in the model, {list(value.shape)} in the file"
             )
     if problems:
-        more = f"\n  ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        more = (
+            f"\n  ... and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
+        )
         raise WeightsError(
             "does not fit this model (check model.size and the rest of model:); "
             f"{len(problems)} of {len(shapes)} entries differ:\n  "
-            + "\n  ".join(problems[:_SHOWN])
+            + "\n  ".join(problems[:_MAX_SHOWN])
             + more,
             code="weights_shape_mismatch",
             where=str(path),
         )
 
 
-def _converted(path: Path, key: str, value: np.ndarray, dtype: str) -> np.ndarray:
-    """The numbers as the model keeps them.
+def _convert(path: Path, key: str, value: np.ndarray, dtype: str) -> np.ndarray:
+    """Converts an array to the dtype in which the model keeps it.
 
-    Raises: WeightsError: they are not weights.
+    Raises: WeightsError: the numbers are not weights.
     """
     numbers = as_numbers(value)
-    # A constant as Python wrote it is whole (`reg_scale: 4` of D-FINE); weights are many numbers.
+    # A single integer may be a constant as Python wrote it (`reg_scale: 4` of D-FINE).
     if dtype.startswith("float") and numbers.dtype.kind != "f" and numbers.size > 1:
         raise WeightsError(
             f"holds {numbers.dtype} numbers, expected floating point",
@@ -930,12 +967,13 @@ def _converted(path: Path, key: str, value: np.ndarray, dtype: str) -> np.ndarra
             where=f"{path}: {key}",
             fix="give the model's weights from before quantisation",
         )
+    # A float64 beyond float32 becomes infinite, which is reported below.
     with np.errstate(over="ignore"):
         numbers = numbers.astype(dtype)
-    broken = int((~np.isfinite(numbers)).sum()) if numbers.dtype.kind == "f" else 0
-    if broken:
+    not_finite = int((~np.isfinite(numbers)).sum()) if numbers.dtype.kind == "f" else 0
+    if not_finite:
         raise WeightsError(
-            f"{broken} of {numbers.size} values are NaN or infinite",
+            f"{not_finite} of {numbers.size} values are NaN or infinite",
             code="weights_not_finite",
             where=f"{path}: {key}",
             fix="the training went wrong before it was saved, so give an earlier checkpoint",
@@ -943,27 +981,29 @@ def _converted(path: Path, key: str, value: np.ndarray, dtype: str) -> np.ndarra
     return numbers
 
 
-def _some(keys: Collection[str]) -> str:
+def _abbreviate(keys: Collection[str]) -> str:
+    """Lists the first three keys, for messages."""
     return ", ".join(map(shown, list(keys)[:3])) + (", ..." if len(keys) > 3 else "") or "nothing"
 
 
 def arrays_of(model: ImageModel) -> dict[str, np.ndarray]:
-    """The model's entries under our keys, in our layout."""
+    """Returns the model's entries under our keys, in our layout."""
     return {key: value.numpy() for key, value in model.state_dict().items()}
 
 
 def official_arrays_of(model: ImageModel) -> dict[str, np.ndarray]:
-    """The model's entries as the original keeps them.
+    """Returns the model's entries as the original keeps them.
 
-    Keys, layout, and where that is a torch model also the counters its strict loading asks for (0).
+    They have the original's keys and layout, and for a torch model also the counters (0) that its
+    strict loading requires.
     """
     official, linear = model.official_keys(), linear_keys(model)
-    torch = any(theirs != key for key, theirs in official.items())
+    torch = any(official_key != key for key, official_key in official.items())
     result = {}
     for key, value in arrays_of(model).items():
-        theirs = official[key]
+        official_key = official[key]
         value = np.pad(value, ((0, 1), (0, 0))) if torch and key in model.padded_keys else value
-        result[theirs] = value.T if torch and key in linear else value
-        if theirs != key and theirs.endswith(".running_var"):
-            result[theirs.replace("running_var", _BATCHES)] = np.zeros([], np.int64)
+        result[official_key] = value.T if torch and key in linear else value
+        if official_key != key and official_key.endswith(".running_var"):
+            result[official_key.replace("running_var", _BATCHES)] = np.zeros([], np.int64)
     return result

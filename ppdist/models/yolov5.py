@@ -52,9 +52,9 @@ P6_ANCHORS = (
 
 
 class YOLOv5Neck(nn.Layer):
-    """PAN: coarse features go down, then fine ones back up.
+    """PAN: features pass from coarse to fine, then back to coarse.
 
-    Features of levels 3 and up, with the channels they came with, in the same order.
+    Its outputs have the levels, the channels and the order of its inputs, levels 3 and up.
     """
 
     def __init__(self, channels: tuple[int, ...], blocks: int) -> None:
@@ -70,9 +70,9 @@ class YOLOv5Neck(nn.Layer):
             fused = stage(2 * width[level - 1], width[level - 1])
             self.add_sublayer(f"topdown{level - 1}", fused)
         for level in self.levels[1:]:
-            below = width[level - 1]
-            self.add_sublayer(f"down{level}", yolov5_conv(below, below, 3, stride=2))
-            self.add_sublayer(f"bottomup{level}", stage(2 * below, width[level]))
+            finer_width = width[level - 1]
+            self.add_sublayer(f"down{level}", yolov5_conv(finer_width, finer_width, 3, stride=2))
+            self.add_sublayer(f"bottomup{level}", stage(2 * finer_width, width[level]))
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
         x = features[-1]
@@ -83,15 +83,15 @@ class YOLOv5Neck(nn.Layer):
             x = functional.concat([functional.upsample2x(x), features[level - 4]], axis=1)
             x = getattr(self, f"topdown{level - 1}")(x)
         results = [x]
-        for level, beside in zip(self.levels[1:], reversed(reduced)):
-            x = functional.concat([getattr(self, f"down{level}")(x), beside], axis=1)
+        for level, lateral in zip(self.levels[1:], reversed(reduced)):
+            x = functional.concat([getattr(self, f"down{level}")(x), lateral], axis=1)
             x = getattr(self, f"bottomup{level}")(x)
             results.append(x)
         return results
 
 
 class YOLOv5Head(nn.Layer):
-    """A 1x1 convolution per level, and the anchors.
+    """Head of a 1x1 convolution per level, with the anchors.
 
     anchors: [L, A, 2] width and height in cells of their level, float32, part of the state dict.
     """
@@ -100,7 +100,7 @@ class YOLOv5Head(nn.Layer):
         super().__init__()
         self.levels = tuple(range(3, 3 + len(channels)))
         self.register_buffer("anchors", paddle.ones([len(channels), ANCHORS_PER_CELL, 2]))
-        self._cast_to_low_precision = False  # Paddle's AMP O2 would round the anchors as well
+        self._cast_to_low_precision = False  # Paddle's AMP O2 would round the anchors, too
         for level, width in zip(self.levels, channels, strict=True):
             predictor = nn.Conv2D(width, ANCHORS_PER_CELL * (5 + num_classes), 1)
             self.add_sublayer(f"predict{level}", predictor)
@@ -111,11 +111,11 @@ class YOLOv5Head(nn.Layer):
 
 
 class YOLOv5(Detector):
-    """The detector; see the module text and `Detector`.
+    """The YOLOv5 detector; see the module text and `Detector`.
 
     Attributes:
-        image_size: (height, width) in pixels the anchors are meant for.
-        given_anchors_LA2: `model.anchors`, which stay whatever a weight file has; None: not given.
+        image_size: (height, width) in pixels for which the anchors are meant.
+        given_anchors_LA2: `model.anchors`, which no weight file replaces; None: not given.
         fits_anchors: the trainer may fit other anchors to the training set.
     """
 
@@ -146,25 +146,27 @@ class YOLOv5(Detector):
 
     @paddle.no_grad()
     def _start_predictors(self) -> None:
-        """Starts biases at 8 objects an image and even classes."""
+        """Initialises biases for 8 objects in an image and equal classes."""
         for level, stride in zip(self.head.levels, self.strides):
             bias_AK = np.zeros((ANCHORS_PER_CELL, 5 + self.num_classes), "float32")
+            # The logit of a small p is about log(p): 8 objects in the cells of a 640 x 640 input.
             bias_AK[:, 4] = math.log(8 / (640 / stride) ** 2)
+            # 0.99999 as published, so that one class gives a finite number.
             bias_AK[:, 5:] = math.log(0.6 / (self.num_classes - 0.99999))
             getattr(self.head, f"predict{level}").bias.set_value(bias_AK.ravel())
 
     @property
     def anchors_LA2(self) -> np.ndarray:
-        """Width and height of every anchor in input pixels, float32."""
+        """Returns width and height of every anchor in input pixels, float32."""
         stride_L11 = np.array(self.strides, "float32").reshape(-1, 1, 1)
         return self.head.anchors.astype("float32").numpy() * stride_L11
 
     def set_anchors(self, pixels_LA2: np.ndarray) -> None:
         """Replaces the anchors, in place.
 
-        Width and height in input pixels, levels fine to coarse.
+        All ranks must set the same anchors, before weights are averaged or a graph is built.
 
-        Every rank must do so alike; before an average of the weights or a graph is made.
+        Args: pixels_LA2: width and height in input pixels, levels fine to coarse.
         """
         assert pixels_LA2.shape == (len(self.strides), ANCHORS_PER_CELL, 2), pixels_LA2.shape
         stride_L11 = np.array(self.strides, "float32").reshape(-1, 1, 1)
@@ -183,13 +185,14 @@ class YOLOv5(Detector):
         return outputs
 
     def decode(self, outputs: YOLOv5Outputs) -> tuple[Tensor, Tensor]:
-        """Raw outputs to scores_BNC and boxes_BN4, xyxy.
+        """Turns raw outputs into scores_BNC and boxes_BN4, xyxy.
 
         scores_BNC = objectness * class, boxes in input pixels; N runs level by level (strides
         rising), anchor by anchor, row by row. float32, not clipped to the image.
 
             s = sigmoid(logit),  centre = (2 s - 0.5 + cell) * stride,  size = (2 s)**2 * anchor
         """
+        # In float32: in bfloat16, coordinates beyond 512 would be multiples of 4 pixels.
         scores, boxes = [], []
         for level, (logits, stride) in enumerate(zip(outputs.logits, self.strides)):
             points_S2, _ = anchor_points((logits,), (stride,))  # (cell + 0.5) * stride
@@ -200,7 +203,7 @@ class YOLOv5(Detector):
             centre = (2 * s_BAS4[:, :, :, 0:2] - 1) * stride + points_S2
             half = (2 * s_BAS4[:, :, :, 2:4]).square() * anchors_A12 * 0.5
             boxes.append(paddle.concat([centre - half, centre + half], axis=-1).flatten(1, 2))
-            for s_BKS in s_BAKS.unbind(1):  # of three axes: oneDNN has no fast product of four
+            for s_BKS in s_BAKS.unbind(1):  # three axes: oneDNN's product of four is slow
                 scores.append(s_BKS[:, 4:5] * s_BKS[:, 5:])
         scores_BCN = paddle.concat(scores, axis=2)
         return scores_BCN.transpose([0, 2, 1]), paddle.concat(boxes, axis=1)
@@ -211,11 +214,11 @@ STRIDE = 32
 
 
 class ClassifierHead(nn.Layer):
-    """1x1 ConvBNLayer, mean over H and W, dropout, linear."""
+    """Head of a 1x1 ConvBNLayer, mean over H and W, dropout and a linear layer."""
 
     def __init__(self, in_channels: int, num_classes: int, dropout: float) -> None:
         super().__init__()
-        # Of all norms only this one keeps epsilon 1e-5 and momentum 0.9.
+        # The only batch norm of the model with epsilon 1e-5 and momentum 0.9.
         self.conv = ConvBNLayer(in_channels, HEAD_CHANNELS, 1)
         self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(HEAD_CHANNELS, num_classes)
@@ -226,7 +229,10 @@ class ClassifierHead(nn.Layer):
 
 
 class YOLOv5Classifier(ImageModel):
-    """The classifier; see the module text and `ImageModel`.  Pixels: ImageNet mean, deviation."""
+    """The YOLOv5 classifier; see the module text and `ImageModel`.
+
+    Pixels are normalised by ImageNet's mean and deviation.
+    """
 
     task = "classify"
     class_layers = ("head.linear.",)
@@ -248,16 +254,16 @@ class YOLOv5Classifier(ImageModel):
         return original_keys(list(self.state_dict()), CLASSIFIER_ROWS)
 
     def forward(self, images_B3HW: Tensor) -> Tensor:
-        """logits_BC of normalised images; H and W are multiples of `size_multiple`."""
+        """Computes logits_BC of normalised images; H and W are multiples of `size_multiple`."""
         return self.head(self.backbone(images_B3HW)[-1])
 
     def decode(self, outputs: Tensor) -> Tensor:
-        """probabilities_BC: softmax of the logits, float32."""
+        """Computes probabilities_BC: softmax of the logits, float32."""
         return F.softmax(outputs.astype("float32"), axis=-1)
 
 
-# Which of our modules is which row of the original, whose layers are `model.0`, `model.1`, ...; a
-# row without parameters (up-sampling, concatenation) is None.
+# Our module for each row of the original, whose layers are `model.0`, `model.1`, ...; None for rows
+# without parameters (up-sampling, concatenation).
 P5_ROWS = (
     "backbone.stem",
     "backbone.down2", "backbone.stage2",
@@ -293,15 +299,15 @@ _PARTS = {
 
 
 def original_keys(keys: list[str], rows: tuple[str | None, ...]) -> dict[str, str]:
-    """Our state-dict keys -> those of the original.
+    """Maps our state-dict keys to those of the original.
 
-    Args: rows: the module of each of its rows.
+    Args: rows: our module for each row of the original.
     """
-    row_of = {module: row for row, module in enumerate(rows) if module is not None}
+    row_numbers = {module: row for row, module in enumerate(rows) if module is not None}
     result = {}
     for key in keys:
         module = key.split(".")[0] if key.startswith("head.") else ".".join(key.split(".")[:2])
-        inside = key[len(module) + 1 :].split(".")
-        names = [_PARTS.get(part, part) for part in inside]
-        result[key] = ".".join(["model", str(row_of[module]), *names])
+        parts = key[len(module) + 1 :].split(".")
+        names = [_PARTS.get(part, part) for part in parts]
+        result[key] = ".".join(["model", str(row_numbers[module]), *names])
     return result

@@ -29,14 +29,15 @@ MIRROR, OFFLINE = "PPDIST_WEIGHTS", "PPDIST_OFFLINE"
 _WEB = ("http://", "https://")
 _ADDRESS = re.compile(r"^https?:/+")
 _OTHER_YOLO = re.compile(r"yolo-?((?!v5)(?:v\d+|\d+|x))")  # yolov8n.pt, yolo11n.pt
-_MOST_NOTE = 1 << 16
+_MAX_NOTE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a published figure was measured.
+    """Measurement of a published figure.
 
-    overrides: keys of the configuration that evaluate so; images: of the data set, None: unknown.
+    overrides: keys of the configuration for the same evaluation; images: number of them in the data
+        set, None: unknown.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Source:
-    """Who publishes weights, and under which licence."""
+    """Publisher of weights, and their licence."""
 
     home: str
     documents: str
@@ -58,10 +59,10 @@ class Source:
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """One file of weights.
+    """A file of weights.
 
-    sha256: None: its publisher names none.  config, overrides: what it fits, a shipped config.
-    parameters: millions; mebibytes: of the file; None: not published.
+    sha256: None: its publisher names none.  config, overrides: the shipped config that it fits.
+    parameters: millions; mebibytes: size of the file; None: not published.
     class_names, category_ids: of class 0, 1, ... and what a COCO result calls it; (): not known.
     published: 0..100, of the metric, measured by the protocol; all None where there is none.
     """
@@ -82,66 +83,70 @@ class PublishedWeights:
 
     @property
     def file(self) -> str:
-        """Name of the file, as published."""
+        """Returns the name of the file, as published."""
         return self.url.rpartition("/")[2]
 
 
 @functools.cache
 def zoo() -> dict[str, PublishedWeights]:
-    """All published weights, by name."""
+    """Returns all published weights by name."""
     text = Path(__file__).with_suffix(".yml").read_text(encoding="utf-8")
     read = yaml.safe_load(text)
-    sources = {name: Source(**of) for name, of in read["sources"].items()}
+    sources = {name: Source(**fields) for name, fields in read["sources"].items()}
     protocols = {
-        name: Protocol(name, **of | {"overrides": tuple(of["overrides"])})
-        for name, of in read["protocols"].items()
+        name: Protocol(name, **fields | {"overrides": tuple(fields["overrides"])})
+        for name, fields in read["protocols"].items()
     }
-    found = {}
-    for name, of in read["weights"].items():
-        of["source"] = sources[of["source"]]
-        of["overrides"] = tuple(of.get("overrides", ()))
-        classes = read["classes"].get(of.pop("classes", None), {})
-        of |= {key: tuple(each) for key, each in classes.items()}
-        if "protocol" in of:
-            of["protocol"] = protocols[of["protocol"]]
-        found[name] = PublishedWeights(name=name, **of)
-    return found
+    entries = {}
+    for name, fields in read["weights"].items():
+        fields["source"] = sources[fields["source"]]
+        fields["overrides"] = tuple(fields.get("overrides", ()))
+        classes = read["classes"].get(fields.pop("classes", None), {})
+        fields |= {key: tuple(values) for key, values in classes.items()}
+        if "protocol" in fields:
+            fields["protocol"] = protocols[fields["protocol"]]
+        entries[name] = PublishedWeights(name=name, **fields)
+    return entries
 
 
 def published(weights: Path | str) -> PublishedWeights | None:
-    """The entry of a name, address or file; None: none."""
+    """Finds the entry of a name, address or file; None: there is none."""
     entry, name = entry_of(weights), Path(weights).name
-    return entry or next((each for each in zoo().values() if each.file == name), None)
+    return entry or next(
+        (candidate for candidate in zoo().values() if candidate.file == name), None
+    )
 
 
 def entry_of(weights: Path | str) -> PublishedWeights | None:
-    """The entry of a name or an address; None: neither."""
+    """Finds the entry of a name or an address; None: it is neither."""
     text = f"{weights}"
     if _ADDRESS.match(text):
-        return next((each for each in zoo().values() if _plain(each.url) == _plain(text)), None)
+        address = _normalise_address(text)
+        entries = zoo().values()
+        return next((entry for entry in entries if _normalise_address(entry.url) == address), None)
     return zoo().get(text)
 
 
-def _plain(url: str) -> str:
-    """Address without scheme (a Path loses a slash) and server alias."""
+def _normalise_address(url: str) -> str:
+    """Strips the scheme (a Path loses a slash) and a server alias from an address."""
     return _ADDRESS.sub("", url).replace("bj.bcebos.com/v1/paddledet/", "paddledet.bj.bcebos.com/")
 
 
 def is_name(weights: Path | str) -> bool:
-    """Whether that is a name or address of the zoo."""
+    """Returns True for a name or address of the zoo that is not also a path."""
     return entry_of(weights) is not None and not Path(weights).exists()
 
 
 def similar_names(weights: Path | str) -> str:
-    """What may have been meant by an unknown name."""
+    """Suggests what an unknown name may have meant, as a hint for a message."""
     if _ADDRESS.match(f"{weights}"):
         return "download it, and give the file; addresses of docs/model_zoo.md are known"
     if entry := published(weights):
         return f"the published file is downloaded by its name: {entry.name}"
-    other = _OTHER_YOLO.match(Path(weights).name)
-    if other:
+    match = _OTHER_YOLO.match(Path(weights).name)
+    if match:
         return (
-            f"YOLO{other[1]} is not supported: ppdist has YOLOv5, PP-YOLOE, RT-DETR and D-FINE; "
+            f"YOLO{match[1]} is not supported: ppdist has YOLOv5, PP-YOLOE, RT-DETR and D-FINE; "
             "`ppdist verify zoo` lists their weights"
         )
     if Path(weights).suffix or len(Path(weights).parts) > 1:
@@ -151,22 +156,21 @@ def similar_names(weights: Path | str) -> str:
 
 
 def local_weights(weights: Path | str, alive: Callable[[], None] = lambda: None) -> Path:
-    """File of a name of the zoo, downloaded where needed.
+    """Returns the file of a name of the zoo, downloaded if needed; other paths as they are.
 
-    Any other path as it is.
 
     Local; other processes of the host that need the same file wait for it.
 
     Args: alive: called every few seconds of a download.
-    Raises: WeightsError: it is not here and may not or cannot be downloaded, or is damaged.
+    Raises: WeightsError: it is neither on this host nor can be downloaded, or it is damaged.
         UserError: the cache cannot be written to.
     """
     entry = entry_of(weights)
     if entry is None or Path(weights).exists():
         return Path(weights)
-    file, noted = _here(entry)
+    file, recorded_sum = _find_local(entry)
     if file is not None:
-        _require_sum(file, entry.sha256 or noted)
+        _require_sum(file, entry.sha256 or recorded_sum)
         return file
     cache, mirror = _cache(), os.environ.get(MIRROR, "")
     from_web = mirror.startswith(_WEB)
@@ -175,6 +179,7 @@ def local_weights(weights: Path | str, alive: Callable[[], None] = lambda: None)
         f"fetch {entry.url} elsewhere and put it into {cache}, or into a folder that {MIRROR} "
         f"names, or give the file in place of the name: --weights {entry.file}"
     )
+    # With a folder as mirror nothing is downloaded: the host may have no network.
     if mirror and not from_web:
         raise WeightsError(
             f"{entry.file} is neither in {MIRROR}={mirror} nor in {cache}",
@@ -196,8 +201,8 @@ def local_weights(weights: Path | str, alive: Callable[[], None] = lambda: None)
         alive()
         say(f"ppdist: {line}")
 
-    found = download(url, file, sha256=entry.sha256, fix=by_hand, say=report)
-    _note(file, url, entry, found)
+    checksum = download(url, file, sha256=entry.sha256, fix=by_hand, say=report)
+    _write_note(file, url, entry, checksum)
     return file
 
 
@@ -205,22 +210,26 @@ def local_weights(weights: Path | str, alive: Callable[[], None] = lambda: None)
 
 
 def is_here(entry: PublishedWeights) -> bool:
-    """Whether its file is on this host."""
-    return _here(entry)[0] is not None
+    """Returns True if its file is on this host."""
+    return _find_local(entry)[0] is not None
 
 
-def _here(entry: PublishedWeights) -> tuple[Path | None, str | None]:
-    """File in the mirror's folder or the cache, and its noted SHA-256."""
+def _find_local(entry: PublishedWeights) -> tuple[Path | None, str | None]:
+    """Finds the file in the mirror's folder or the cache, with its recorded SHA-256."""
     mirror = os.environ.get(MIRROR, "")
     if mirror and not mirror.startswith(_WEB) and (file := Path(mirror) / entry.file).is_file():
         return file, None
     cache = user_cache()
     if cache is not None and (file := cache / "weights" / entry.file).is_file():
-        return file, _noted(file)
+        return file, _recorded_sum(file)
     return None, None
 
 
 def _cache() -> Path:
+    """Returns the folder of downloaded weights.
+
+    Raises: ConfigError: this user has no home.
+    """
     cache = user_cache()
     if cache is None:
         raise ConfigError(
@@ -233,40 +242,44 @@ def _cache() -> Path:
 
 
 def _require_sum(file: Path, sha256: str | None) -> None:
-    """Raises: WeightsError: the file is not the one that has this SHA-256."""
+    """Compares the SHA-256 of a file.
+
+    Raises: WeightsError: it differs, or the file cannot be read.
+    """
     if sha256 is None:
         return
     try:
-        found = sha256_of(file)
+        actual = sha256_of(file)
     except OSError as error:
         raise WeightsError(
             f"cannot be read: {error.strerror or error}", code="file_unreadable", where=f"{file}"
         ) from error
-    if found != sha256:
+    if actual != sha256:
         raise WeightsError(
-            f"damaged or replaced: SHA-256 is {found}, it was {sha256}",
+            f"damaged or replaced: SHA-256 is {actual}, it was {sha256}",
             code="weights_damaged",
             where=f"{file}",
             fix="delete it, and it is downloaded again",
         )
 
 
-def _note(file: Path, url: str, entry: PublishedWeights, sha256: str) -> None:
-    """Keeps what has arrived from where, beside the file."""
+def _write_note(file: Path, url: str, entry: PublishedWeights, sha256: str) -> None:
+    """Records beside the file what was downloaded from where."""
     note = {"name": entry.name, "url": url, "sha256": sha256}
     note |= {"licence": entry.source.licence, "source": entry.source.home}
     say(f"ppdist: {file}: SHA-256 {sha256}")
-    with suppress(OSError):  # of the weights nothing is missing
-        replace_file(_note_of(file), json.dumps(note, indent=1).encode())
+    with suppress(OSError):  # the weights are complete without the note
+        replace_file(_note_file(file), json.dumps(note, indent=1).encode())
 
 
-def _noted(file: Path) -> str | None:
-    """SHA-256 of a file when it arrived; None: put there by hand."""
+def _recorded_sum(file: Path) -> str | None:
+    """Returns the SHA-256 that was recorded at the download; None: no record, put there by hand."""
     try:
-        return str(json.loads(read_file(_note_of(file), _MOST_NOTE))["sha256"])
+        return str(json.loads(read_file(_note_file(file), _MAX_NOTE_BYTES))["sha256"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _note_of(file: Path) -> Path:
+def _note_file(file: Path) -> Path:
+    """Returns the path of a file's note."""
     return file.with_name(file.name + ".json")
