@@ -31,6 +31,7 @@ class ClassificationLoss(Loss):
         steps_per_epoch: float,
         reference_batch: int = NOMINAL_BATCH,
     ) -> "ClassificationLoss":
+        """Builds the loss with the section's label smoothing."""
         return cls(config.label_smoothing)
 
     def forward(
@@ -42,23 +43,23 @@ class ClassificationLoss(Loss):
         step: int,
         global_normalizers: Tensor | None = None,
     ) -> LossOutput:
-        """The loss of one micro-batch; see `Loss.forward`.
+        """Computes the loss of one micro-batch; see `Loss.forward`.
 
-        Outputs are logits_BC, and the class of an image is that of its first box. An image without
-        a box has no class and no say.
+        Outputs are logits_BC, and the class of an image is that of its first box.  An image without
+        a box has no class and does not count.
 
         Returns: normalizer is the number of images; the part `train_top1` counts those whose class
             has the highest logit.
         """
         log_p_BC = F.log_softmax(outputs.astype("float32"), axis=1)
         real_B = mask_BM[:, 0].astype("float32")
-        label_B = labels_BM[:, 0] * real_B.astype("int64")  # a valid class where it is padding too
-        chosen_B = log_p_BC.take_along_axis(label_B.unsqueeze(1), 1).squeeze(1)
-        smooth = self.label_smoothing
-        cost_B = -(1.0 - smooth) * chosen_B - smooth * log_p_BC.mean(axis=1)
-        right_B = (log_p_BC.argmax(axis=1) == label_B).astype("float32")
+        label_B = labels_BM[:, 0] * real_B.astype("int64")  # padding needs a valid class, too
+        log_p_label_B = log_p_BC.take_along_axis(label_B.unsqueeze(1), 1).squeeze(1)
+        smoothing = self.label_smoothing
+        cost_B = -(1.0 - smoothing) * log_p_label_B - smoothing * log_p_BC.mean(axis=1)
+        correct_B = (log_p_BC.argmax(axis=1) == label_B).astype("float32")
         return LossOutput(
             total=(cost_B * real_B).sum(),
             normalizer=real_B.sum().detach(),
-            parts={"train_top1": (right_B * real_B).sum().detach()},
+            parts={"train_top1": (correct_B * real_B).sum().detach()},
         )

@@ -1,7 +1,7 @@
-"""Hungarian matching: each box gets the query that finds it most cheaply.
+"""Hungarian matching: each box gets the query with the lowest cost.
 
 The assignment is solved on the host, by scipy.  So a loss that uses it waits for the forward pass,
-once a micro-batch: the costs of all layers are read in one go.
+once in a micro-batch: the costs of all layers are read at once.
 
 Letters: L layers (outputs that are matched), B images, Q queries, M padded boxes, C classes.
 """
@@ -15,8 +15,8 @@ from paddle import Tensor
 
 from ppdist.losses.boxes import aligned_giou, cxcywh_to_xyxy
 
-ALPHA, GAMMA = 0.25, 2.0  # of the focal class cost; every original has these
-IMPOSSIBLE = 1e6  # cost of what is not a finite number
+ALPHA, GAMMA = 0.25, 2.0  # of the focal class cost, in all original recipes
+IMPOSSIBLE = 1e6  # replaces costs that are not finite
 
 
 class Costs(NamedTuple):
@@ -41,10 +41,10 @@ class Truth(NamedTuple):
 
 
 class Matching(NamedTuple):
-    """Which box each query learns.
+    """The box that each query learns.
 
-    box_LBQ: int64, row of the image's boxes; 0 where it learns none.
-    is_positive_LBQ: float32, 1 where it learns one, else 0.
+    box_LBQ: int64, row of the image's boxes; 0 where the query learns none.
+    is_positive_LBQ: float32, 1 where the query learns a box, else 0.
     """
 
     box_LBQ: Tensor
@@ -55,7 +55,7 @@ class Matching(NamedTuple):
 def matching_cost(
     logits_LBQC: Tensor, boxes_LBQ4: Tensor, size_4: Tensor, truth: Truth, costs: Costs
 ) -> Tensor:
-    """Costs of each box by each query: [L, B, Q, M] float32.
+    """Computes the cost of each box for each query: [L, B, Q, M] float32.
 
         cost = class * (a (1-p)^g * -log p - (1-a) p^g * -log(1-p)) + l1 * |b - b*|_1 - giou * GIoU
 
@@ -69,25 +69,25 @@ def matching_cost(
     layers, images, queries, _ = logits_LBQC.shape
     label_LBQM = truth.labels_BM.unsqueeze([0, 2]).expand([layers, images, queries, -1])
     score = F.sigmoid(logits_LBQC.take_along_axis(label_LBQM, 3))
-    found = ALPHA * (1 - score) ** GAMMA * -(score + eps).log()
-    missed = (1 - ALPHA) * score**GAMMA * -(1 - score + eps).log()
+    positive_cost = ALPHA * (1 - score) ** GAMMA * -(score + eps).log()
+    negative_cost = (1 - ALPHA) * score**GAMMA * -(1 - score + eps).log()
     boxes_LBQ14, target_B1M4 = boxes_LBQ4.unsqueeze(3), truth.boxes_BM4.unsqueeze(1)
     pairs = zip(boxes_LBQ14.unbind(-1), target_B1M4.unbind(-1))
-    apart = paddle.add_n([(ours - theirs).abs() for ours, theirs in pairs])
-    corners = (cxcywh_to_xyxy(each * size_4) for each in (boxes_LBQ14, target_B1M4))
+    l1 = paddle.add_n([(side - target_side).abs() for side, target_side in pairs])
+    corners = (cxcywh_to_xyxy(boxes * size_4) for boxes in (boxes_LBQ14, target_B1M4))
     giou = aligned_giou(*corners)
-    return costs.classes * (found - missed) + costs.l1 * apart - costs.giou * giou
+    return costs.classes * (positive_cost - negative_cost) + costs.l1 * l1 - costs.giou * giou
 
 
 @paddle.no_grad()
 def hungarian_matcher(cost_LBQM: Tensor, mask_BM: Tensor) -> tuple[Matching, Matching]:
-    """The cheapest one-to-one matching of each layer, and their union.
+    """Solves the cheapest one-to-one matching of each layer, and their union.
 
-    In the union a query learns the box that most layers give it, of several the first.
+    In the union a query learns the box that most layers assign to it, of several the first.
 
-    Reads 4 * L * B * Q * M bytes to the host, once, and solves L * B assignments there.
-    A cost that is not finite counts as IMPOSSIBLE, so that nothing raises on one rank alone: such a
-    loss is not finite either, and the step answers.
+    It copies 4 * L * B * Q * M bytes to the host, once, and solves L * B assignments there.  Costs
+    that are not finite count as IMPOSSIBLE, so that no rank raises an error alone: the loss is not
+    finite either then, and the step is skipped on all ranks.
 
     Returns: L matchings; the union, L = 1.
     Source: Peng et al. 2024, arXiv:2410.13842, section 4.2 (the union).
@@ -95,8 +95,8 @@ def hungarian_matcher(cost_LBQM: Tensor, mask_BM: Tensor) -> tuple[Matching, Mat
     from scipy.optimize import linear_sum_assignment  # slow to import; only this loss needs it
 
     layers, images, queries, boxes = cost_LBQM.shape
-    read = paddle.concat([cost_LBQM.flatten(), mask_BM.astype("float32").flatten()]).numpy()
-    cost_LBQM, mask_BM = np.split(read, [-images * boxes])
+    host_values = paddle.concat([cost_LBQM.flatten(), mask_BM.astype("float32").flatten()]).numpy()
+    cost_LBQM, mask_BM = np.split(host_values, [-images * boxes])
     cost_LBQM = cost_LBQM.reshape(layers, images, queries, boxes)
     cost_LBQM = np.where(np.isfinite(cost_LBQM), cost_LBQM, IMPOSSIBLE)
     votes_LBQM = np.zeros(cost_LBQM.shape, "int64")
@@ -105,9 +105,10 @@ def hungarian_matcher(cost_LBQM: Tensor, mask_BM: Tensor) -> tuple[Matching, Mat
         for layer in range(layers):
             query, box = linear_sum_assignment(cost_LBQM[layer, image][:, real])
             votes_LBQM[layer, image, query, real[box]] = 1
-    return _of_votes(votes_LBQM), _of_votes(votes_LBQM.sum(0, keepdims=True))
+    return _to_matching(votes_LBQM), _to_matching(votes_LBQM.sum(0, keepdims=True))
 
 
-def _of_votes(votes_LBQM: np.ndarray) -> Matching:
+def _to_matching(votes_LBQM: np.ndarray) -> Matching:
+    """Builds a matching from the number of layers that vote for each pair."""
     is_positive_LBQ = votes_LBQM.any(-1).astype("float32")
     return Matching(paddle.to_tensor(votes_LBQM.argmax(-1)), paddle.to_tensor(is_positive_LBQ))

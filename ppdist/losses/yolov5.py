@@ -1,8 +1,8 @@
 """The YOLOv5 loss: CIoU, objectness and class, over anchors matched by shape.
 
-The matching looks at position and shape alone.  Every object of every image gets three slots a
-level, one for each cell it may fall to, whether it falls there or not; so nothing has a shape that
-depends on values, and nothing waits for the host.
+The matching uses position and shape only.  Every object gets three slots on each level, one for
+each cell to which it may belong, whether it does or not; so no shape depends on values, and there
+is no host synchronisation.
 
 Letters: B images, M padded boxes, A anchors per level, S = 3 * M slots.
 """
@@ -16,10 +16,10 @@ from paddle import Tensor
 from ppdist.config.loss import YOLOv5LossConfig
 from ppdist.losses.base import NOMINAL_BATCH, Loss, LossOutput, Teaching, Term, with_terms
 from ppdist.losses.boxes import aligned_ciou, aligned_giou, cxcywh_to_xyxy
-from ppdist.losses.distillation import features_distillation, where_sure, yes_or_no_distillation
+from ppdist.losses.distillation import binary_distillation, confident_scores, features_distillation
 from ppdist.models.outputs import YOLOv5Outputs
 
-CELLS = 3  # an object falls to its own cell and to one neighbour in x and one in y
+CELLS = 3  # an object may belong to its own cell, to one neighbour in x and to one in y
 LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4), 4: (4.0, 1.0, 0.25, 0.06)}  # of objectness, strides rising
 
 
@@ -30,7 +30,7 @@ class Matches(NamedTuple):
 
     cell_BS: int64, row * width + column.
     is_positive_BAS: float32, 1 where the anchor of that cell learns the object, else 0.
-    wins_BAS: float32, 1 where the slot is positive and no later one has the same anchor and cell.
+    wins_BAS: float32, 1 where the slot is positive and no later slot has the same anchor and cell.
     target_BS4: the object as (centre x, centre y, width, height) in cells; the centre counts from
         the corner of the slot's cell.
     label_BS: int64.
@@ -53,11 +53,12 @@ def match_anchors(
     stride: int,
     threshold: float,
 ) -> Matches:
-    """Matches of one level.
+    """Matches the objects with the anchors of one level.
 
-    An anchor fits a box when neither side is `threshold` times the other's, or more.  A box goes
-    to the cell of its centre, and to the neighbour in x and in y that is nearer than half a cell
-    to the centre and lies in the grid: exactly in the middle of a cell there is none.
+    An anchor fits a box if neither width nor height differ by a factor of `threshold` or more.  A
+    box belongs to the cell of its centre, and to the neighbours in x and in y that are nearer than
+    half a cell to the centre and lie in the grid; a centre exactly in the middle of a cell has no
+    such neighbour.
 
     Args:
         boxes_BM4: xyxy input pixels, zero padded.
@@ -71,48 +72,48 @@ def match_anchors(
     wh_BM2 = boxes_BM4[..., 2:] - boxes_BM4[..., :2]
     x_BM, y_BM = ((boxes_BM4[..., 2:] + boxes_BM4[..., :2]) * 0.5).unbind(-1)
     column_BM, row_BM = x_BM.floor(), y_BM.floor()
-    step_x_BM, step_y_BM = _step(x_BM - column_BM, x_BM, width), _step(y_BM - row_BM, y_BM, height)
+    step_x_BM = _neighbour_step(x_BM - column_BM, x_BM, width)
+    step_y_BM = _neighbour_step(y_BM - row_BM, y_BM, height)
     column_BS = paddle.concat([column_BM, column_BM + step_x_BM, column_BM], axis=1)
     row_BS = paddle.concat([row_BM, row_BM, row_BM + step_y_BM], axis=1)
-    # A centre on the far border, the only one outside the grid, belongs to the last cell.
+    # Only a centre on the far border is outside the grid; it belongs to the last cell.
     column_BS, row_BS = column_BS.clip(0, width - 1), row_BS.clip(0, height - 1)
     exists_BS = paddle.concat([paddle.ones_like(x_BM), step_x_BM.abs(), step_y_BM.abs()], axis=1)
 
     ratio_BAM2 = wh_BM2.unsqueeze(1) / anchors_A2.reshape([1, -1, 1, 2])
-    worst_BAM = paddle.maximum(ratio_BAM2, 1.0 / ratio_BAM2).max(-1)
-    fits_BAM = (worst_BAM < threshold).astype("float32") * mask_BM.unsqueeze(1).astype("float32")
+    max_ratio_BAM = paddle.maximum(ratio_BAM2, 1.0 / ratio_BAM2).max(-1)
+    mask_B1M = mask_BM.unsqueeze(1).astype("float32")
+    fits_BAM = (max_ratio_BAM < threshold).astype("float32") * mask_B1M
     is_positive_BAS = fits_BAM.tile([1, 1, CELLS]) * exists_BS.unsqueeze(1)
 
     cell_BS = (row_BS * width + column_BS).astype("int64")
-    rank_BS = _rank(step_x_BM, step_y_BM)
+    rank_BS = _slot_rank(step_x_BM, step_y_BM)
     from_cell_BS2 = paddle.stack(
         [x_BM.tile([1, CELLS]) - column_BS, y_BM.tile([1, CELLS]) - row_BS], axis=-1
     )
-    labels_BM = labels_BM.astype("int64") * mask_BM.astype("int64")  # padding: a valid index too
+    # Padding gets class 0, because it needs a valid index, too.
+    labels_BM = labels_BM.astype("int64") * mask_BM.astype("int64")
     return Matches(
         cell_BS,
         is_positive_BAS,
-        _last_of_cell(cell_BS, is_positive_BAS, rank_BS, height * width),
+        _find_winners(cell_BS, is_positive_BAS, rank_BS, height * width),
         paddle.concat([from_cell_BS2, wh_BM2.tile([1, CELLS, 1])], axis=-1),
         labels_BM.tile([1, CELLS]),
     )
 
 
-def _step(fraction_BM: Tensor, place_BM: Tensor, cells: int) -> Tensor:
-    """Direction to the nearer neighbour along one axis.
-
-    -1, 1 or 0, and whether it is there.
-    """
+def _neighbour_step(fraction_BM: Tensor, place_BM: Tensor, cells: int) -> Tensor:
+    """Returns the direction to the nearer neighbour along one axis: -1, 1, or 0 for none."""
     before_BM = (fraction_BM < 0.5) & (place_BM > 1)
     after_BM = (fraction_BM > 0.5) & (place_BM < cells - 1)
     return after_BM.astype("float32") - before_BM.astype("float32")
 
 
-def _rank(step_x_BM: Tensor, step_y_BM: Tensor) -> Tensor:
-    """Order [B, S] of the slots of an image, int64.
+def _slot_rank(step_x_BM: Tensor, step_y_BM: Tensor) -> Tensor:
+    """Returns the order [B, S] of an image's slots, int64.
 
-    The original lists own cells, left, upper, right, lower neighbours, each box by box, and
-    writes their overlaps one over the other: the last one stays.
+    The original lists own cells, then left, upper, right and lower neighbours, in each group box by
+    box, and writes their targets one over the other, so that the last one stays.
     """
     boxes = step_x_BM.shape[1]
     kind_BS = paddle.concat(
@@ -122,8 +123,8 @@ def _rank(step_x_BM: Tensor, step_y_BM: Tensor) -> Tensor:
     return kind_BS * boxes + box_M.tile([CELLS]).unsqueeze(0)
 
 
-def _last_of_cell(cell_BS: Tensor, is_positive_BAS: Tensor, rank_BS: Tensor, cells: int) -> Tensor:
-    """1 for the highest-ranked positive slot of each anchor and cell."""
+def _find_winners(cell_BS: Tensor, is_positive_BAS: Tensor, rank_BS: Tensor, cells: int) -> Tensor:
+    """Returns 1 for the highest-ranked positive slot of each anchor and cell, else 0."""
     shape = is_positive_BAS.shape
     cell_BAS = cell_BS.unsqueeze(1).expand(shape)
     rank_BAS = paddle.where(
@@ -149,7 +150,7 @@ class Gains(NamedTuple):
 
 
 class YOLOv5Model(Protocol):
-    """What the loss asks of its model; see `ppdist.models.yolov5.YOLOv5`."""
+    """Attributes that the loss needs of its model; see `ppdist.models.yolov5.YOLOv5`."""
 
     num_classes: int
     strides: tuple[int, ...]
@@ -159,12 +160,11 @@ class YOLOv5Model(Protocol):
 
 
 class YOLOv5Loss(Loss):
-    """Scores raw outputs against padded ground truth.
+    """Loss of YOLOv5's raw outputs against padded ground truth.
 
-    Every term is a mean over the whole step's batch: `local_normalizers` says by how much to
-    divide, and nothing is left for the step to divide.  Computed in float32 whatever the outputs
-    are.  No collective, no host synchronisation, and a gradient for every output even where no
-    image has an object.
+    Every term is a mean over the batch of the step: `local_normalizers` gives the divisors, and the
+    step divides by 1.  It is computed in float32 for outputs of any precision, without collectives
+    and host synchronisation.  Every output gets a gradient even where no image has an object.
     """
 
     def __init__(
@@ -183,10 +183,10 @@ class YOLOv5Loss(Loss):
             num_classes: C; labels are in [0, C).
             strides: pixels per cell of each level, rising, in the order of the outputs.
             anchors_LA2: width, height in cells of their level; the model's own buffer, so that
-                anchors set or loaded later count here too.
+                anchors set or loaded later count here, too.
             threshold: `anchor_threshold` of the model.
             label_smoothing: see YOLOv5LossConfig.
-            reference_batch: images of a step that the learning rate was tuned for.
+            reference_batch: images of a step for which the learning rate was tuned.
         """
         super().__init__()
         self.gains = gains
@@ -205,7 +205,8 @@ class YOLOv5Loss(Loss):
         steps_per_epoch: float,
         reference_batch: int = NOMINAL_BATCH,
     ) -> "YOLOv5Loss":
-        """The loss with the original's gains."""
+        """Builds the loss with the original's gains."""
+        # The gains are those of three levels and 80 classes at 640 pixels.
         share = 3 / len(model.strides)
         gains = Gains(
             box=config.box_gain * share,
@@ -226,7 +227,7 @@ class YOLOv5Loss(Loss):
     def local_normalizers(
         self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
     ) -> Tensor:
-        """Images, and matches of each level: float32 [1 + L]; see `Loss.local_normalizers`."""
+        """Counts images, and matches of each level: float32 [1 + L]; see `Loss`."""
         return _local_normalizers(
             boxes_BM4.shape[0], self.matches(boxes_BM4, labels_BM, mask_BM, size)
         )
@@ -234,7 +235,7 @@ class YOLOv5Loss(Loss):
     def matches(
         self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
     ) -> list[Matches]:
-        """What each level learns.
+        """Matches the objects with the anchors of every level.
 
         Args: size: (height, width) of the input in pixels.
         """
@@ -260,16 +261,16 @@ class YOLOv5Loss(Loss):
         step: int,
         global_normalizers: Tensor | None = None,
     ) -> LossOutput:
-        """The loss of one micro-batch; see `Loss.forward`.
+        """Computes the loss of one micro-batch; see `Loss.forward`.
 
             total = reference_batch * sum over levels of
                 gain_box * mean over matches of (1 - CIoU)
                 + gain_object * level weight * mean over all predictions of BCE(objectness, t)
                 + gain_class * mean over matches and classes of BCE(class, label)
 
-        t is the CIoU of a matched prediction, at least 0, and 0 elsewhere.  The original
-        multiplies by the images of its batch and keeps the learning rate; here the factor is the
-        batch the rate was tuned for, and the rate goes with the batch: the same update.
+        t is the CIoU of a matched prediction, at least 0, and 0 elsewhere.  The original multiplies
+        by the images of its batch and keeps the learning rate; here the factor is the batch for
+        which the rate was tuned, and the rate scales with the batch, which gives the same update.
 
         Args:
             global_normalizers: the step's sum of `local_normalizers`; None: this micro-batch is the
@@ -288,18 +289,20 @@ class YOLOv5Loss(Loss):
             weights = LEVEL_WEIGHTS[len(self.strides)]
             terms = []
             for level, (logits, matches) in enumerate(zip(maps, levels)):
-                box, found, classes = self._score(
+                box, objectness, classes = self._score(
                     logits, matches, self.anchors_LA2[level].astype("float32")
                 )
                 per_match = 1.0 / divisor[1 + level]
                 cells = self.anchors_LA2.shape[1] * logits.shape[2] * logits.shape[3]
                 per_cell = weights[level] / (divisor[0] * cells)
                 per_class = per_match / self.num_classes
-                terms.append(paddle.stack([box * per_match, found * per_cell, classes * per_class]))
-            box, found, classes = paddle.add_n(terms).unbind(0)
+                terms.append(
+                    paddle.stack([box * per_match, objectness * per_cell, classes * per_class])
+                )
+            box, objectness, classes = paddle.add_n(terms).unbind(0)
             parts = {
                 "loss_box": box * self.gains.box,
-                "loss_obj": found * self.gains.object,
+                "loss_obj": objectness * self.gains.object,
                 "loss_cls": classes * self.gains.classes,
             }
             return LossOutput(
@@ -309,11 +312,16 @@ class YOLOv5Loss(Loss):
             )
 
     def teacher_mismatch(self, teacher: YOLOv5Model) -> str:
-        """See `Loss.teacher_mismatch`: anchors say what a logit of a size means."""
-        ours, theirs = (each.astype("float32") for each in (self.anchors_LA2, teacher.head.anchors))
-        if bool(paddle.allclose(ours, theirs, rtol=1e-3)):
+        """Explains why a teacher does not fit; "": it does.
+
+        Its anchors have to be the student's, because they determine the size that a logit means.
+        """
+        student_LA2, teacher_LA2 = (
+            anchors.astype("float32") for anchors in (self.anchors_LA2, teacher.head.anchors)
+        )
+        if bool(paddle.allclose(student_LA2, teacher_LA2, rtol=1e-3)):
             return ""
-        pixels = [(x * stride).numpy().tolist() for x, stride in zip(theirs, self.strides)]
+        pixels = [(x * stride).numpy().tolist() for x, stride in zip(teacher_LA2, self.strides)]
         shown = [[[round(side, 2) for side in anchor] for anchor in level] for level in pixels]
         return (
             f"its anchors are others than the student's, so its outputs mean other boxes; give "
@@ -328,15 +336,15 @@ class YOLOv5Loss(Loss):
         teaching: Teaching,
         global_normalizers: Tensor | None,
     ) -> LossOutput:
-        """See `Loss.distil`; with the divisors of `forward`.
+        """Adds a teacher's part to the loss, with the divisors of `forward`; see `Loss.distil`.
 
             logits   = gain_object * level weight * mean over all predictions of KL(objectness)
                        + gain_class * sum(o * KL(classes)) / (matches of a level * C)
             boxes    = gain_box * sum(o * (1 - GIoU)) / matches of a level
             features = gain_box * mean over images
 
-        o is the teacher's objectness where it is sure, else 0; matches are those of the ground
-        truth, mean over levels.
+        o is the teacher's objectness where it is sure, else 0; matches is the number of matches of
+        the ground truth, averaged over levels.
         Source: Mehta and Ozturk 2018, arXiv:1805.06361, section 3.3 (scaled by objectness).
         """
         assert global_normalizers is not None, "the step counts"
@@ -346,19 +354,20 @@ class YOLOv5Loss(Loss):
             matches = global_normalizers[1:].mean().clip(min=1.0)
             logits, boxes = [], []
             for level in range(len(self.strides)):
-                ours, theirs = (self._predictions(each.logits[level]) for each in (outputs, taught))
-                sure_BAN = where_sure(F.sigmoid(theirs[:, :, 4]))
+                student_BAKN = self._predictions(outputs.logits[level])
+                teacher_BAKN = self._predictions(taught.logits[level])
+                weight_BAN = confident_scores(F.sigmoid(teacher_BAKN[:, :, 4]))
                 if term := teaching.logits:
                     logits.append(
-                        self._taught_logits(ours, theirs, sure_BAN, term, level)
+                        self._logit_terms(student_BAKN, teacher_BAKN, weight_BAN, term, level)
                         / paddle.stack([images, matches])
                     )
                 if teaching.boxes:
                     anchors_A2 = self.anchors_LA2[level].astype("float32")
-                    pair = (_decode(each[:, :, :4], anchors_A2) for each in (ours, theirs))
-                    pred_BAN4, target_BAN4 = pair
+                    pred_BAN4 = _decode(student_BAKN[:, :, :4], anchors_A2)
+                    target_BAN4 = _decode(teacher_BAKN[:, :, :4], anchors_A2)
                     giou_BAN = aligned_giou(pred_BAN4, target_BAN4.detach())
-                    boxes.append(((1.0 - giou_BAN) * sure_BAN).sum())
+                    boxes.append(((1.0 - giou_BAN) * weight_BAN).sum())
             if term := teaching.logits:
                 terms["logits"] = term.weight * paddle.add_n(logits).sum()
             if term := teaching.features:
@@ -369,61 +378,62 @@ class YOLOv5Loss(Loss):
             return with_terms(output, terms, self.reference_batch)
 
     def _predictions(self, logits: Tensor) -> Tensor:
-        """Of one level: [B, A, 5 + C, cells] float32."""
+        """Reshapes the logits of one level to [B, A, 5 + C, cells] float32."""
         shape = [logits.shape[0], self.anchors_LA2.shape[1], 5 + self.num_classes, -1]
         return logits.astype("float32").reshape(shape)
 
-    def _taught_logits(
-        self, ours_BAKN: Tensor, theirs_BAKN: Tensor, sure_BAN: Tensor, term: Term, level: int
+    def _logit_terms(
+        self, student_BAKN: Tensor, teacher_BAKN: Tensor, weight_BAN: Tensor, term: Term, level: int
     ) -> Tensor:
-        """Objectness and class sums of a level, gains included; [2].
+        """Sums the distillation of objectness and classes on a level, gains included; [2].
 
-        To be divided by the images and by the matches.
+        The caller divides by the images and by the matches.
         """
-        kl_BAKN = yes_or_no_distillation(
-            ours_BAKN[:, :, 4:], theirs_BAKN[:, :, 4:], term.temperature
+        kl_BAKN = binary_distillation(
+            student_BAKN[:, :, 4:], teacher_BAKN[:, :, 4:], term.temperature
         )
-        found_BAN = kl_BAKN[:, :, 0]
+        objectness_BAN = kl_BAKN[:, :, 0]
         balance = LEVEL_WEIGHTS[len(self.strides)][level]
-        cells = found_BAN.shape[1] * found_BAN.shape[2]
-        found = found_BAN.sum() * (self.gains.object * balance / cells)
-        classes = (kl_BAKN[:, :, 1:].sum(2) * sure_BAN).sum()
-        return paddle.stack([found, classes * (self.gains.classes / self.num_classes)])
+        cells = objectness_BAN.shape[1] * objectness_BAN.shape[2]
+        objectness = objectness_BAN.sum() * (self.gains.object * balance / cells)
+        classes = (kl_BAKN[:, :, 1:].sum(2) * weight_BAN).sum()
+        return paddle.stack([objectness, classes * (self.gains.classes / self.num_classes)])
 
     def _score(
         self, logits: Tensor, matches: Matches, anchors_A2: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums of a level: 1 - CIoU, objectness, classes."""
+        """Sums 1 - CIoU, objectness and class losses of a level."""
         batch = logits.shape[0]
         logits_BAKN = self._predictions(logits)
         index_B11S = matches.cell_BS.reshape([batch, 1, 1, -1])
-        chosen_BAKS = paddle.take_along_axis(logits_BAKN, index_B11S, axis=3)
+        slot_logits_BAKS = paddle.take_along_axis(logits_BAKN, index_B11S, axis=3)
 
-        boxes_BAS4 = _decode(chosen_BAKS[:, :, :4], anchors_A2)
+        boxes_BAS4 = _decode(slot_logits_BAKS[:, :, :4], anchors_A2)
         target_B1S4 = cxcywh_to_xyxy(matches.target_BS4).unsqueeze(1)
         ciou_BAS = aligned_ciou(boxes_BAS4, target_B1S4)
         box = ((1.0 - ciou_BAS) * matches.is_positive_BAS).sum()
 
         # BCE(x, t) = softplus(x) - t x, and t is 0 except at the winning slots.
         target_BAS = ciou_BAS.detach().clip(min=0.0) * matches.wins_BAS
-        everywhere = F.softplus(logits_BAKN[:, :, 4]).sum()
-        found = everywhere - (target_BAS * chosen_BAKS[:, :, 4]).sum()
+        negative = F.softplus(logits_BAKN[:, :, 4]).sum()
+        objectness = negative - (target_BAS * slot_logits_BAKS[:, :, 4]).sum()
 
-        class_BACS = chosen_BAKS[:, :, 5:]
+        class_BACS = slot_logits_BAKS[:, :, 5:]
         label_B11S = matches.label_BS.reshape([batch, 1, 1, -1])
-        named_BAS = paddle.take_along_axis(class_BACS, label_B11S, axis=2).squeeze(2)
+        label_logit_BAS = paddle.take_along_axis(class_BACS, label_B11S, axis=2).squeeze(2)
         yes, no = 1.0 - 0.5 * self.label_smoothing, 0.5 * self.label_smoothing
-        bce_BAS = (F.softplus(class_BACS) - no * class_BACS).sum(2) - (yes - no) * named_BAS
-        return box, found, (bce_BAS * matches.is_positive_BAS).sum()
+        bce_BAS = (F.softplus(class_BACS) - no * class_BACS).sum(2) - (yes - no) * label_logit_BAS
+        return box, objectness, (bce_BAS * matches.is_positive_BAS).sum()
 
 
 def _local_normalizers(images: int, levels: list[Matches]) -> Tensor:
+    """Stacks the number of images and of matches on each level."""
     matches = [level.is_positive_BAS.sum() for level in levels]
     return paddle.stack([paddle.full([], float(images)), *matches])
 
 
 def _decode(logits_BA4S: Tensor, anchors_A2: Tensor) -> Tensor:
-    """Boxes [B, A, S, 4], xyxy in cells."""
+    """Decodes boxes [B, A, S, 4], xyxy in cells."""
     doubled = F.sigmoid(logits_BA4S).transpose([0, 1, 3, 2]) * 2.0
     wh = doubled[..., 2:].square() * anchors_A2.reshape([1, -1, 1, 2])
     return cxcywh_to_xyxy(paddle.concat([doubled[..., :2] - 0.5, wh], axis=-1))

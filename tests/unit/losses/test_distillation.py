@@ -10,12 +10,12 @@ import pytest
 
 from ppdist.losses.base import LossOutput, Teaching, Term
 from ppdist.losses.distillation import (
-    SURE,
+    MIN_TEACHER_SCORE,
+    binary_distillation,
     channel_wise_distillation,
+    confident_scores,
     localisation_distillation,
     quality_distillation,
-    where_sure,
-    yes_or_no_distillation,
 )
 from ppdist.losses.yolov5 import LEVEL_WEIGHTS, Gains, YOLOv5Loss
 from tests.unit.losses import cases
@@ -59,7 +59,7 @@ def test_yes_and_no_are_the_divergence_of_two_coins(temperature: float) -> None:
     ours, theirs = drawn(2, 7), drawn(2, 7, seed=1)
     s, t = sigmoid(ours / temperature), sigmoid(theirs / temperature)
     expected = temperature**2 * (t * np.log(t / s) + (1 - t) * np.log((1 - t) / (1 - s)))
-    found = yes_or_no_distillation(*tensors(ours, theirs), temperature)
+    found = binary_distillation(*tensors(ours, theirs), temperature)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -84,8 +84,8 @@ def test_sides_are_distributions_over_the_bins(temperature: float) -> None:
 
 
 def test_a_teacher_that_is_not_sure_says_nothing() -> None:
-    score = paddle.to_tensor([0.01, SURE, 0.099, 0.9])
-    assert where_sure(score).numpy() == pytest.approx([0.0, SURE, 0.0, 0.9])
+    score = paddle.to_tensor([0.01, MIN_TEACHER_SCORE, 0.099, 0.9])
+    assert confident_scores(score).numpy() == pytest.approx([0.0, MIN_TEACHER_SCORE, 0.0, 0.9])
 
 
 def yolov5_loss() -> YOLOv5Loss:
@@ -138,7 +138,7 @@ def test_a_ppyoloe_learns_by_the_gains_of_its_own_loss() -> None:
         joined(each.reg_dist).transpose(0, 2, 1).reshape(2, -1, 4, 17) for each in (ours, theirs)
     )
     score = sigmoid(t).max(1)
-    weight = np.where(score >= SURE, score, 0).astype("float32")
+    weight = np.where(score >= MIN_TEACHER_SCORE, score, 0).astype("float32")
     boxes = localisation_distillation(*tensors(side_S, side_T, weight), 10.0)
     features = sum(
         (channel_wise_distillation(*pair, 2.0).numpy() * SHARES[:2]).sum()
@@ -182,9 +182,9 @@ def test_yolov5_distills_with_its_own_gains() -> None:
         s, t = (
             each.logits[level].numpy().reshape(2, 3, 5 + CLASSES, -1) for each in (ours, theirs)
         )
-        kl = yes_or_no_distillation(*tensors(s, t), 1.5).numpy()
+        kl = binary_distillation(*tensors(s, t), 1.5).numpy()
         seen = sigmoid(t[:, :, 4])
-        sure = np.where(seen >= SURE, seen, 0)
+        sure = np.where(seen >= MIN_TEACHER_SCORE, seen, 0)
         share = LEVEL_WEIGHTS[3][level] / (TOTALS[0] * kl.shape[1] * kl.shape[3])
         logits += 1.0 * share * kl[:, :, 4].sum()
         logits += 0.5 * (kl[:, :, 5:] * sure[:, :, None]).sum() / (matches * CLASSES)
