@@ -15,14 +15,14 @@ from ppdist.optim.flat_storage import BUCKET_BYTES, FlatStorage
 
 @dataclass(frozen=True)
 class Decay:
-    """Decay of the average at each update of kappa reference batches.
+    """Decay of the average at each update, for a batch of kappa reference batches.
 
         reference:  r_t = decay * (1 - exp(-t / ramp_steps)), or min(decay, (1 + t) / (10 + t))
         here:       r_(kappa t) ** kappa,                     or min(decay ** kappa, ...)
 
     so that the average spans the same number of images.  The second ramp needs no kappa: its
-    (1 + t) / (10 + t) = 1 - 9 / (10 + t) forgets 9 / t of the past in a step whatever its batch,
-    and the rule would make 1 - 9 / (10 / kappa + t) of it, to first order.
+    (1 + t) / (10 + t) = 1 - 9 / (10 + t) forgets 9 / t of the past in a step of any batch, and the
+    rule would turn it into 1 - 9 / (10 / kappa + t), to first order.
     Source: Busbridge et al. 2023, arXiv:2307.13813, definition 1.2 (the EMA scaling rule).
     """
 
@@ -32,11 +32,11 @@ class Decay:
 
     @property
     def limit(self) -> float:
-        """The decay of a long run."""
+        """Returns the decay at which a long run arrives."""
         return self.decay**self.kappa
 
     def __call__(self, update: int) -> float:
-        """The decay of one update, counted from 1."""
+        """Returns the decay of one update, counted from 1."""
         if self.ramp_steps is None:
             return min(self.limit, (1 + update) / (10 + update))
         ramp = 1 - math.exp(-update * self.kappa / self.ramp_steps)
@@ -44,23 +44,23 @@ class Decay:
 
 
 class Restart(NamedTuple):
-    """Where an average starts again: before which step, with what decay."""
+    """Restart of an average: the step before which it happens, and the decay from then on."""
 
     step: int
     decay: Decay
 
 
 class EMA:
-    """Float32 average of a state dict's floating entries; the others are copied.
+    """Float32 average of a state dict's floating entries, with copies of the other entries.
 
         average = d_t * average + (1 - d_t) * value
 
-    The average starts at the model's own values, so it needs no bias correction.  Every rank holds
-    the same average because every rank holds the same model.
+    The average starts at the model's values, so it needs no bias correction.  All ranks hold the
+    same average, because they hold the same model.
 
     Attributes:
-        updates: since it started.
-        restarted: step before which it started again; None: it has not.
+        updates: number of updates since it started.
+        restarted: step before which it was restarted; None: it was not.
     """
 
     def __init__(
@@ -70,7 +70,10 @@ class EMA:
         constant: Collection[str] = frozenset(),
         restart: Restart | None = None,
     ) -> None:
-        """Args: constant: keys of what never changes (frozen): there is nothing to average."""
+        """Copies the model's values.
+
+        Args: constant: keys of tensors that never change (frozen), which need no average.
+        """
         self._decay = decay
         self._restart = restart
         self.restarted: int | None = None
@@ -78,8 +81,8 @@ class EMA:
         self.updates = 0
         self._live = dict(model.state_dict())
         self.average = {
-            key: (each.astype("float32") if each.is_floating_point() else each).detach().clone()
-            for key, each in ((key, value.contiguous()) for key, value in self._live.items())
+            key: (value.astype("float32") if value.is_floating_point() else value).detach().clone()
+            for key, value in ((key, entry.contiguous()) for key, entry in self._live.items())
         }
         changing = [key for key in self.average if key not in constant]
         self._copied = [key for key in changing if not self._live[key].is_floating_point()]
@@ -88,33 +91,34 @@ class EMA:
             [self.average[key] for key in floating.values()], BUCKET_BYTES
         )
         self._buckets = [
-            ([floating[id(each)] for each in bucket], FlatStorage(bucket, aligned=False))
+            ([floating[id(average)] for average in bucket], FlatStorage(bucket, aligned=False))
             for bucket in buckets
         ]
 
     @property
     def decay(self) -> Decay:
-        """The decay by number of updates.
+        """Returns the decay by number of updates.
 
-        A longer run, which restarts later, has its first one again.
+        A resumed run that was made longer restarts later, and has its first decay until then.
         """
         restart = self._restart
         return restart.decay if restart and restart.step == self.restarted else self._decay
 
     def is_due_to_restart(self, step: int) -> bool:
-        """Whether it has to start again before a step."""
+        """Returns True if the average has to restart before a step."""
         return self._restart is not None and step >= self._restart.step != self.restarted
 
     @paddle.no_grad()
     def restart(self, masters: dict[str, paddle.Tensor]) -> None:
-        """Starts again from the model's own values.
+        """Restarts the average from the model's values.
 
-        Source: D-FINE (arXiv:2410.13842) and DEIM (arXiv:2412.04234) give it another decay where
-        strong augmentation stops; they go on from their best weights and average.
+        Source: D-FINE (arXiv:2410.13842) and DEIM (arXiv:2412.04234) change the decay where strong
+        augmentation stops; they continue from their best weights and average.
 
         Args: masters: see `update`.
         """
         assert self._restart is not None
+        # From float32 masters where there are any: a weight in bfloat16 has only 8 bits.
         for key, average in self.average.items():
             value = masters[key] if key in masters else self._live[key]
             paddle.assign(value.astype(average.dtype), average)
@@ -125,28 +129,28 @@ class EMA:
         """Moves the average by `steps` updates; 0: not at all.
 
         Args:
-            masters: float32 master weight of each parameter kept in a lower precision, by the
-                state-dict key; empty without AMP O2.
+            masters: float32 master weight of each parameter in a lower precision, by state-dict
+                key; empty without AMP O2.
         """
         if steps == 0:
             return
-        keep = math.prod(self.decay(self.updates + each) for each in range(1, steps + 1))
+        decay = math.prod(self.decay(self.updates + offset) for offset in range(1, steps + 1))
         self.updates += steps
         for keys, storage in self._buckets:
             values = [masters[key] if key in masters else self._live[key] for key in keys]
-            _, value = paddle_api.coalesce([each.astype("float32") for each in values])
+            _, value = paddle_api.coalesce([entry.astype("float32") for entry in values])
             average = storage.gather() if len(keys) > 1 else self.average[keys[0]]
-            # The difference of a constant (anchors) is 0, so it stays exactly what it is.
-            # lerp_ says the same and took four times as long on a CPU.
-            average.add_((value - average).scale_(1.0 - keep))
+            # The difference of a constant (anchors) is 0, so it stays exactly equal.
+            # lerp_ computes the same and took four times as long on a CPU.
+            average.add_((value - average).scale_(1.0 - decay))
             if len(keys) > 1:
                 storage.scatter(average)
         for key in self._copied:
             paddle.assign(self._live[key], self.average[key])
 
     def state(self) -> dict[str, np.ndarray]:
-        """The average as arrays, for a checkpoint."""
-        # Of a clone: the array of a part of a storage would hold all of it.
+        """Returns the average as arrays, for a checkpoint."""
+        # Cloned, because the array of a part of a storage would keep all of the storage.
         return {key: value.clone().numpy() for key, value in self.average.items()}
 
     def load(
@@ -154,8 +158,8 @@ class EMA:
     ) -> None:
         """Continues from a checkpoint's average, `updates` and `restarted`.
 
-        What is constant from here on is its own average, whatever it was before; the model has the
-        checkpoint's weights already.
+        The average of constant tensors is set to their value, whatever it was before; the model
+        already has the checkpoint's weights.
         """
         self.updates, self.restarted = updates, restarted
         for key, average in self.average.items():

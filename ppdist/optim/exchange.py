@@ -1,10 +1,10 @@
-"""Gradient exchange: how the gradients of all ranks become one.
+"""Gradient exchange: the gradients of all ranks become one.
 
-A step calls it between backward and update.  It hands over gradients of sums and the factor that
-makes them the gradient of the mean loss (see engine/train_step.py).  Whatever happens to them here,
-every rank ends with the same ones, or says by `finish` that it does not.
+A step calls it between backward and update, with the gradients of sums and the factor that makes
+them the gradient of the mean loss (see engine/train_step.py).  Afterwards all ranks have the same
+gradients, or `finish` returns False.
 
-Here are the exact means; those that send fewer bytes or less often are in compression.py.
+This module has the exact means; compression.py has those that send fewer bytes, or less often.
 """
 
 import math
@@ -17,11 +17,11 @@ from ppdist.distributed import collectives
 
 
 class Exchange:
-    """Mean over ranks after backward, in float32 and exact.
+    """Exact mean of gradients over ranks after backward, in float32.
 
     Attributes:
-        during_backward: the wrapped model's own backward communicates, so `average` need not.
-        every: steps after which, at the latest, all ranks hold the same weights.
+        during_backward: the backward pass of the wrapped model communicates, so `average` does not.
+        every: largest number of steps after which all ranks hold the same weights.
     """
 
     during_backward = False
@@ -32,14 +32,14 @@ class Exchange:
 
         Args:
             gradients: float32, in the same order on every rank.
-            factor: gives what they will be multiplied by afterwards, for which the host has to
-                wait: gradient * factor is that of the mean loss, whatever the number of objects or
-                the loss scale of this step.  nan: no rank will apply this step.
+            factor: returns the factor of the gradients that is applied afterwards, for which the
+                host has to wait: gradient * factor is the gradient of the mean loss, for any number
+                of objects and any loss scale of this step.  nan: no rank will apply this step.
         """
         collectives.mean_tensors(gradients)
 
     def norm_square(self, local: paddle.Tensor) -> paddle.Tensor:
-        """Square of the gradient norm that all ranks agree on, [1].  Collective.
+        """Returns the square of the gradient norm that all ranks use, [1].  Collective.
 
         Averaged gradients have the same norm everywhere.
 
@@ -48,41 +48,37 @@ class Exchange:
         return local
 
     def finish(self, step: int) -> bool:
-        """Ends a step (0-based) that was updated, or left out.  Collective.
+        """Ends a step (0-based) that was updated, or skipped.  Collective.
 
-        Returns: whether all ranks hold the same weights now.
+        Returns: True if all ranks hold the same weights now.
         """
         return self.synchronised(step)
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a resumed run needs, of all ranks. Collective.
-
-        The same on every rank.
-        """
+        """Returns what a resumed run needs of all ranks, the same on every rank.  Collective."""
         return {}
 
     def load(self, arrays: dict[str, np.ndarray]) -> str:
-        """Restores what `state` gave.
+        """Restores the result of `state`.  Collective.
 
-        It may be of any way to average and of any number of ranks.
+        It may come from any kind of exchange and any number of ranks.
 
-        Collective.
-        Returns: a warning if not all of it has a place here (on one rank nothing has: it sends
-            nothing, so it keeps nothing back); else nothing.
+        Returns: a warning if a part of it is not used here (on one rank no part is, because nothing
+            is sent); else "".
         Raises: CheckpointError: it belongs to other parameters.
         """
-        return lost(arrays)
+        return warn_dropped(arrays)
 
     def synchronised(self, step: int) -> bool:
-        """Whether all ranks hold the same weights after `finish(step)`."""
+        """Returns True if all ranks hold the same weights after `finish(step)`."""
         return True
 
     def next_synchronised(self, steps: int) -> int:
-        """`steps`, or the next number at which all ranks are equal."""
+        """Returns `steps`, or the next number of steps after which all ranks are equal."""
         return multiple_from(steps, self.every)
 
 
-def lost(entries: Collection[str]) -> str:
+def warn_dropped(entries: Collection[str]) -> str:
     """Warns of error-feedback residuals that a resumed run drops."""
     if not entries:
         return ""
@@ -100,7 +96,7 @@ class DuringBackward(Exchange):
     during_backward = True
 
     def average(self, gradients: Sequence[paddle.Tensor], factor: Callable[[], float]) -> None:
-        """Nothing is left to do."""
+        """Does nothing: the backward pass has averaged."""
 
 
 def multiple_from(steps: int, every: int) -> int:

@@ -7,33 +7,33 @@ import paddle
 
 from ppdist.distributed import collectives, paddle_api
 
-BUCKET_BYTES = 1 << 20  # of one storage: a CPU has caches, and see `FlatStorage`
-_BYTES = 4  # of a float32
-_ALIGNED = 16  # elements, 64 bytes: the longest vector of a CPU
+BUCKET_BYTES = 1 << 20  # of one storage: it should fit a CPU's cache, and see `FlatStorage`
+_FLOAT32_BYTES = 4
+_ALIGNED_ELEMENTS = 16  # 64 bytes: the longest vector of a CPU
 
 
 class FlatStorage:
     """Float32 tensors that lie in one storage.
 
-    What is done in place to what `gather` gives is done to all of them: one operator that the host
-    dispatches instead of one for each.  For small tensors, or few: `Tensor.numpy` copies the whole
-    storage that a tensor lies in.
+    An in-place operation on the result of `gather` changes all of them: the host dispatches one
+    operator instead of one for each tensor.  It suits small tensors, or few, because `Tensor.numpy`
+    copies the whole storage in which a tensor lies.
 
-    An operator may give a tensor a storage of its own instead of writing into the one it has, as
-    those do that an accelerator has no kernel for and Paddle runs on the CPU.  So `gather` looks
-    first where each tensor lies, by its address, and `scatter` where its values do.
+    An operator may give a tensor a new storage instead of writing into its storage; those do so for
+    which an accelerator has no kernel, and which Paddle runs on the CPU.  So `gather` first checks
+    by its address where each tensor lies, and `scatter` where its values do.
     """
 
     def __init__(self, tensors: Sequence[paddle.Tensor], aligned: bool = True) -> None:
         """
         Args:
-            tensors: at least one, each once; in this order they will lie.
-            aligned: each begins at a multiple of 64 bytes, as what Paddle allocates does, because
-                some kernels sum in an order that depends on that; between them are zeros.
+            tensors: at least one, none twice; they will lie in this order.
+            aligned: every tensor begins at a multiple of 64 bytes, as Paddle's allocations do,
+                because some kernels sum in an order that depends on that; gaps are zeros.
         """
-        assert all(each.dtype == paddle.float32 and each.is_contiguous() for each in tensors)
+        assert all(x.dtype == paddle.float32 and x.is_contiguous() for x in tensors)
         self.tensors = list(tensors)
-        step = _ALIGNED if aligned else 1
+        step = _ALIGNED_ELEMENTS if aligned else 1
         rooms = [-(-tensor.size // step) * step for tensor in self.tensors]
         self._gaps = [room - tensor.size for room, tensor in zip(rooms, self.tensors)]
         self._starts = [0, *accumulate(rooms[:-1])]
@@ -41,6 +41,7 @@ class FlatStorage:
 
     @paddle.no_grad()
     def _lay_out(self) -> None:
+        """Copies all tensors into a new storage, of which they become parts."""
         pieces = []
         for gap, tensor in zip(self._gaps, self.tensors):
             pieces += [tensor.flatten(), *([paddle.zeros([gap])] if gap else [])]
@@ -49,15 +50,15 @@ class FlatStorage:
             paddle_api.share_buffer(paddle_api.part(self._flat, start, tensor.size), tensor)
 
     def places(self) -> paddle.Tensor:
-        """Positions in `gather`'s result that are not gaps, int64."""
-        owned = zip(self._starts, self.tensors)
-        return paddle.concat([paddle.arange(start, start + each.size) for start, each in owned])
+        """Returns the positions in `gather`'s result that are not gaps, int64."""
+        pairs = zip(self._starts, self.tensors)
+        return paddle.concat([paddle.arange(start, start + tensor.size) for start, tensor in pairs])
 
     def gather(self) -> paddle.Tensor:
-        """The values themselves, [F]."""
+        """Returns the values of all tensors, which they share, [F]."""
         base = self._flat.data_ptr()
         if any(
-            tensor.data_ptr() != base + _BYTES * start
+            tensor.data_ptr() != base + _FLOAT32_BYTES * start
             for tensor, start in zip(self.tensors, self._starts)
         ):
             self._lay_out()
@@ -65,25 +66,25 @@ class FlatStorage:
 
     @paddle.no_grad()
     def scatter(self, values_F: paddle.Tensor) -> None:
-        """Gives all tensors what was done to `gather`'s values."""
+        """Copies the changed values of `gather` to all tensors that do not share them."""
         if all(
-            tensor.data_ptr() == values_F.data_ptr() + _BYTES * start
+            tensor.data_ptr() == values_F.data_ptr() + _FLOAT32_BYTES * start
             for tensor, start in zip(self.tensors, self._starts)
         ):
             return
         for start, tensor in zip(self._starts, self.tensors):
-            own = values_F[start : start + tensor.size]
-            paddle.assign(own.reshape(tensor.shape), tensor)
+            part_F = values_F[start : start + tensor.size]
+            paddle.assign(part_F.reshape(tensor.shape), tensor)
 
 
 class FlatGradients:
-    """Gradients of one step in few storages, where few operators reach them.
+    """Gradients of one step in few storages, which few operators process.
 
-    Backward makes each anew, so each step they are copied once more.  Largest first, so that many
-    lie beside others of their size and one operator takes the norm of each.
+    The backward pass allocates new gradients, so every step copies them.  The largest come first,
+    so that gradients of equal size are neighbours and one operator takes their norms.
 
     Attributes:
-        parameters: those that have a gradient, in the order of the model.
+        parameters: the parameters with a gradient, in the order of the model.
     """
 
     def __init__(self, parameters: Sequence[paddle.Tensor]) -> None:
@@ -93,7 +94,7 @@ class FlatGradients:
         self._buckets = list(collectives.buckets(largest_first, BUCKET_BYTES))
         self._flats: list[paddle.Tensor] = []
         self._copies: list[list[paddle.Tensor]] = []
-        # Of each bucket the runs of equal sizes, as matrices that will share its storage.
+        # Runs of equal sizes in each bucket, as matrices that will share its storage.
         self._runs = [
             [paddle.empty([len(list(run)), size]) for size, run in groupby(p.size for p in bucket)]
             for bucket in self._buckets
@@ -101,12 +102,14 @@ class FlatGradients:
         self._order = paddle.to_tensor(sorted(range(len(order)), key=order.__getitem__))
 
     def are_of(self, parameters: Sequence[paddle.Tensor]) -> bool:
-        """Whether these very parameters have a gradient."""
-        same = all(ours is other for ours, other in zip(self.parameters, parameters))
+        """Returns True if exactly these parameters have a gradient."""
+        same = all(
+            parameter is candidate for parameter, candidate in zip(self.parameters, parameters)
+        )
         return same and len(self.parameters) == len(parameters)
 
     def release(self) -> None:
-        """Holds nothing any more, so that backward has the memory."""
+        """Releases all memory, so that the backward pass can use it."""
         self._flats.clear()
         self._copies.clear()
         for runs in self._runs:
@@ -115,11 +118,11 @@ class FlatGradients:
 
     @paddle.no_grad()
     def collect(self) -> None:
-        """Takes over the gradients of the parameters, float32."""
+        """Copies the gradients of the parameters, float32, into the storages."""
         self.release()
         for bucket in self._buckets:
             for parameter in bucket:
-                if not parameter.grad.is_contiguous():  # that of a transposed one need not be
+                if not parameter.grad.is_contiguous():  # such as that of a transposed parameter
                     parameter.grad = parameter.grad.contiguous()
             copies, flat_F = paddle_api.coalesce([parameter.grad for parameter in bucket])
             self._flats.append(flat_F)
@@ -129,7 +132,7 @@ class FlatGradients:
 
     @paddle.no_grad()
     def square(self) -> paddle.Tensor:
-        """Square of the gradients' norm, [1]."""
+        """Computes the square of the gradients' norm, [1]."""
         dots = []
         for bucket, flat_F, runs in zip(self._buckets, self._flats, self._runs):
             start = 0
@@ -142,16 +145,18 @@ class FlatGradients:
                 start += run_PN.size
                 # dot: (g ** 2).sum() took 13 times as long on a CPU
                 dots.append(paddle.dot(run_PN, run_PN))
+        # Summed in the order of the model, so that the layout of buckets does not change the sum.
         return paddle.gather(paddle.concat(dots), self._order).sum().reshape([1])
 
     @paddle.no_grad()
     def scale_(self, factor: float) -> None:
-        """Multiplies all, in place."""
+        """Multiplies all gradients by a factor, in place."""
         for bucket, copies, flat_F in zip(self._buckets, self._copies, self._flats):
             flat_F.scale_(factor)
             if copies[0].data_ptr() == flat_F.data_ptr():
                 continue
-            # This accelerator has no kernel of its own for one of these operators.
+            # The gradients no longer share the storage: this accelerator lacks a kernel for one of
+            # the operators, and Paddle has allocated a new tensor.
             starts = [0, *accumulate(parameter.size for parameter in bucket)]
             for parameter, start, stop in zip(bucket, starts, starts[1:]):
                 parameter.grad = flat_F[start:stop].reshape(parameter.shape)

@@ -16,7 +16,7 @@ from ppdist.config.optimizer import ScheduleConfig
 # The shortest warm-up of MLPerf's Mask R-CNN entries (mlcommons training results 3.0 to 4.1: 500 to
 # 2300 steps); a shorter one protects little.
 LEAST_WARMUP_STEPS = 500
-# The most that a larger batch adds to a warm-up, as a share of the run.  The longest published:
+# Largest growth of a warm-up by a larger batch, as a share of the run.  The longest published:
 # MLPerf's Mask R-CNN at 32 times the batch, from 0.03 to 3.9 of 17.1 epochs, is 0.23 of the run.
 MOST_WARMUP_GROWTH = 0.2
 _FLAT = 0.5  # of the steps after warm-up: DEIM's flat_cosine
@@ -38,7 +38,7 @@ class LearningRates(NamedTuple):
 class LRScheduler:
     """Learning rate by step: linear warm-up, then the named decay.
 
-    For steps 0 .. total_steps - 1; warm-up starts from 0.
+    Steps are 0 .. total_steps - 1; warm-up starts from 0.
     """
 
     config: ScheduleConfig
@@ -50,17 +50,17 @@ class LRScheduler:
     steps_per_epoch: float  # as step_epochs counts them
 
     def rates(self, step: int) -> LearningRates:
-        """Rates of a step; biases and momentum only differ during warm-up."""
-        lr, warm = self(step), min(1.0, (step + 1) / max(1, self.warmup_steps))
+        """Returns the rates of a step; those of biases, and momentum, differ only in warm-up."""
+        lr, progress = self(step), min(1.0, (step + 1) / max(1, self.warmup_steps))
         start = self.config.warmup_momentum
-        momentum = self.momentum if start is None else start + (self.momentum - start) * warm
-        if self.config.warmup_bias_lr is None or warm == 1.0:
+        momentum = self.momentum if start is None else start + (self.momentum - start) * progress
+        if self.config.warmup_bias_lr is None or progress == 1.0:
             return LearningRates(lr, lr, momentum)
-        bias_lr = self.bias_start_lr + (self.peak_lr - self.bias_start_lr) * warm
+        bias_lr = self.bias_start_lr + (self.peak_lr - self.bias_start_lr) * progress
         return LearningRates(lr, bias_lr, momentum)
 
     def __call__(self, step: int) -> float:
-        """Learning rate of one optimizer step (0-based)."""
+        """Returns the learning rate of one optimizer step (0-based)."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         config, steps = self.config, max(1, self.total_steps - self.warmup_steps)
@@ -79,7 +79,7 @@ class LRScheduler:
 def effective_batch_ratio(
     total_batch: int, reference_batch: int, noise_scale: float | None
 ) -> float:
-    """Progress per step, in steps at the reference batch.
+    """Computes the progress per step, in steps at the reference batch.
 
         kappa_eff = kappa * (1 + r) / (1 + kappa * r),   r = reference_batch / noise_scale
 
@@ -99,7 +99,7 @@ def effective_batch_ratio(
 
 
 def rate_factor(effective: float, rule: str) -> float:
-    """Learning rate / learning rate at the reference batch.
+    """Computes learning rate / learning rate at the reference batch.
 
         linear: kappa_eff        (SGD; Goyal et al. 2017, arXiv:1706.02677, section 2.1)
         sqrt:   sqrt(kappa_eff)  (Adam; Malladi et al. 2022, arXiv:2205.10287)
@@ -111,19 +111,19 @@ def rate_factor(effective: float, rule: str) -> float:
     w -= lr v: the rate is outside v, so a change of it needs no correction.
 
     Args:
-        effective: from `effective_batch_ratio`.
+        effective: result of `effective_batch_ratio`.
     """
     return {"linear": effective, "sqrt": math.sqrt(effective), "none": 1.0}[rule]
 
 
 def decay_factor(kappa: float, lr_factor: float) -> float:
-    """Weight decay / weight decay at the reference batch.
+    """Computes weight decay / weight decay at the reference batch.
 
         kappa / lr_factor
 
     One step shrinks a weight by lr * decay, an epoch by lr * decay * steps, and a batch kappa times
     as large takes kappa times fewer steps, so this keeps lr * decay per image constant.  It is 1
-    with the linear rule, sqrt(kappa) with the square-root rule.
+    for the linear rule and sqrt(kappa) for the square-root rule.
     Source: Wang and Aitchison 2024, arXiv:2405.13698 (1 / (lr * decay), in epochs, is constant);
     for L2 with batch norm van Laarhoven 2017, arXiv:1706.05350 (only lr * decay matters).
     """
@@ -139,7 +139,7 @@ def warmup_images(
     compensation: str,
     beta2: float | None = None,
 ) -> float:
-    """Images over which the learning rate warms up.
+    """Computes the number of images over which the learning rate warms up.
 
         ref = epochs * dataset_size
         kappa <= 1 or compensation none:  ref
@@ -149,31 +149,32 @@ def warmup_images(
     too few steps.  p is 1/2, and up to 1 (as many steps as at the reference) where that would
     be below 500 reference steps * sqrt(kappa), or with Adam below 2 / (1 - beta2) steps.
 
-    The form follows published runs: MLPerf Mask R-CNN entries went from 4k to 460k warm-up images
-    (0.03 to 3.9 epochs, of 12.7 to 17.1) between batch 8 and 256 (mlcommons/training_results v3.0
-    to v4.1); the cap is their longest growth as a share of the run, rounded down.  It counts from
-    the recipe's own warm-up, so that a recipe with a long one grows, too.  Goyal et al. 2017
-    (arXiv:1706.02677) keep 5 of 90 epochs at all batches; such a run never meets the cap.  Adam:
-    Ma and Yarats 2019, arXiv:1910.04209.
+    The formula follows published runs: MLPerf Mask R-CNN entries went from 4k to 460k warm-up
+    images (0.03 to 3.9 epochs, of 12.7 to 17.1) between batch 8 and 256 (mlcommons/training_results
+    v3.0 to v4.1); the cap is their longest growth as a share of the run, rounded down.  It counts
+    from the recipe's own warm-up, so that a recipe with a long one grows, too.  Goyal et al. 2017
+    (arXiv:1706.02677) keep 5 of 90 epochs at all batches; such a run never meets the cap.  Adam: Ma
+    and Yarats 2019, arXiv:1910.04209.
 
     Args:
-        epochs: of warm-up at the reference batch.
-        run_epochs: of the whole run.
+        epochs: length of warm-up at the reference batch.
+        run_epochs: length of the run.
         beta2: Adam's, as this run uses it; None for an optimizer without a second moment.
     """
     reference = epochs * dataset_size
     kappa = total_batch / reference_batch
     if compensation == "none" or kappa <= 1 or epochs == 0:
         return reference
-    wanted = LEAST_WARMUP_STEPS * reference_batch * math.sqrt(kappa)
+    # Images that LEAST_WARMUP_STEPS reference steps * sqrt(kappa) take.
+    needed = LEAST_WARMUP_STEPS * reference_batch * math.sqrt(kappa)
     if beta2 is not None:
-        wanted = max(wanted, 2 / (1 - beta2) * total_batch)
-    grown = min(max(wanted, reference * math.sqrt(kappa)), reference * kappa)
-    return min(grown, reference + MOST_WARMUP_GROWTH * run_epochs * dataset_size)
+        needed = max(needed, 2 / (1 - beta2) * total_batch)
+    extended = min(max(needed, reference * math.sqrt(kappa)), reference * kappa)
+    return min(extended, reference + MOST_WARMUP_GROWTH * run_epochs * dataset_size)
 
 
 def epochs_factor(total_batch: int, reference_batch: int, noise_scale: float) -> float:
-    """Epochs to the same loss, relative to the reference batch.
+    """Computes epochs to the same loss / epochs at the reference batch.
 
         E(B) = E_min * (1 + B / B_c):   (1 + total / B_c) / (1 + reference / B_c)
 

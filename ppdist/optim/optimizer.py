@@ -13,8 +13,8 @@ from ppdist.config.optimizer import OptimizerConfig, ParameterGroupConfig
 from ppdist.distributed import paddle_api
 from ppdist.models.base import ImageModel, expected_keys, matching_keys, weight_sizes
 
-FACTOR = "own_factor"  # beside Paddle's own "learning_rate" of a parameter
-_POWERS = ("beta1_pow_acc", "beta2_pow_acc")  # begin at beta, other accumulators at 0
+LR_FACTOR = "own_factor"  # beside Paddle's own "learning_rate" of a parameter
+_POWERS = ("beta1_pow_acc", "beta2_pow_acc")  # these begin at beta, other accumulators at 0
 _MASTER = re.compile(r"fp32_master_\d+")
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.LayerNorm, nn.GroupNorm)
 
@@ -22,14 +22,14 @@ _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.LayerNorm, nn.GroupNorm)
 def build_optimizer(
     model: nn.Layer, config: OptimizerConfig, lr: float, master_weights: bool
 ) -> paddle.optimizer.Optimizer:
-    """Optimizer over the trainable parameters of a model.
+    """Builds the optimizer over the trainable parameters of a model.
 
     Weight decay skips scales and shifts of normalisation layers, and with `decay_biases: false`
     every bias.  With `layer_decay` and `groups` a weight's rate is a multiple of the common one.
 
     Args:
         config: with decay, betas and epsilon for the total batch (`ScheduleSetup.scaled`).
-        lr: the scaled peak; the trainer sets the rate of each step.
+        lr: the scaled peak rate; the trainer sets the rate of each step.
         master_weights: keep float32 copies of parameters held in a lower precision (AMP O2).
     """
     exempt = {
@@ -40,13 +40,14 @@ def build_optimizer(
     }
     if not config.decay_biases:
         exempt |= {id(parameter) for parameter in biases(model)}
-    group_of = parameter_groups(model, config.groups) if config.groups else {}
+    group_by_key = parameter_groups(model, config.groups) if config.groups else {}
+    # Paddle takes the decay of a group of parameters, not of each, so one group for each decay.
     by_decay: dict[float, list[paddle.Tensor]] = {}
     for key, parameter in model.named_parameters():
         if not parameter.stop_gradient:
             factor = 0.0 if id(parameter) in exempt else 1.0
-            if key in group_of:
-                factor *= group_of[key].weight_decay_factor
+            if key in group_by_key:
+                factor *= group_by_key[key].weight_decay_factor
             by_decay.setdefault(config.weight_decay * factor, []).append(parameter)
     common: dict[str, Any] = {
         "learning_rate": lr,
@@ -61,7 +62,7 @@ def build_optimizer(
         optimizer = paddle.optimizer.Momentum(
             momentum=config.momentum,
             use_nesterov=config.nesterov,
-            use_multi_tensor=not master_weights,  # those are replaced when state is loaded
+            use_multi_tensor=not master_weights,  # loading state replaces master weights
             **common,
         )
     else:
@@ -72,45 +73,45 @@ def build_optimizer(
             weight_decay=config.weight_decay,
             **common,
         )
-    # After Paddle has built its groups, which sets the rates of all parameters to that of a group.
+    # After Paddle has built its groups, because that resets the rates of all parameters.
     decay = config.layer_decay
     factors = layerwise_lr_factors(model.stages, decay) if decay is not None else {}
     for key, parameter in model.named_parameters():
         factor = factors.get(key, 1.0)
-        if key in group_of:
-            factor *= group_of[key].lr_factor
-        parameter.optimize_attr |= {"learning_rate": factor, FACTOR: factor}
+        if key in group_by_key:
+            factor *= group_by_key[key].lr_factor
+        parameter.optimize_attr |= {"learning_rate": factor, LR_FACTOR: factor}
     return optimizer
 
 
 def parameter_groups(
     model: nn.Layer, groups: Sequence[ParameterGroupConfig]
 ) -> dict[str, ParameterGroupConfig]:
-    """The group of each parameter that has one, by its key.
+    """Returns the group of each parameter that has one, by its key.
 
-    Raises: ConfigError: a group has none.
+    Raises: ConfigError: a group has no parameters.
     """
     keys = [*weight_sizes(model)]
-    found: dict[str, ParameterGroupConfig] = {}
+    group_by_key: dict[str, ParameterGroupConfig] = {}
     for number, group in enumerate(groups):
         matching = matching_keys(group.match, keys)
-        own = dict.fromkeys((key for key in matching if key not in found), group)
-        if not own:
-            why = "every weight that it matches is in a group before it"
+        members = dict.fromkeys((key for key in matching if key not in group_by_key), group)
+        if not members:
+            reason = "every weight that it matches is in a group before it"
             if not matching:
-                why = f"no weight of this model; {expected_keys(group.match, keys)}"
+                reason = f"no weight of this model; {expected_keys(group.match, keys)}"
             raise ConfigError(
-                f"{group.match!r}: {why}",
+                f"{group.match!r}: {reason}",
                 code="parameter_group_empty",
                 where=f"optimizer.groups.{number}.match",
                 fix="correct it, or leave the group out; the first group that matches counts",
             )
-        found |= own
-    return found
+        group_by_key |= members
+    return group_by_key
 
 
 def parameter_group_lines(model: nn.Layer, groups: Sequence[ParameterGroupConfig]) -> list[str]:
-    """Log lines: the weights of each group and how they train.
+    """Describes the weights of each group, and how they train, in lines for the log.
 
     Raises: ConfigError: see `parameter_groups`.
     """
@@ -118,51 +119,54 @@ def parameter_group_lines(model: nn.Layer, groups: Sequence[ParameterGroupConfig
     for key, group in parameter_groups(model, groups).items():
         counts[id(group)] += sizes[key]
     return [
-        f"parameter group {each.match}: {counts[id(each)]} weights, learning rate x "
-        f"{each.lr_factor:g}, weight decay x {each.weight_decay_factor:g}"
-        for each in groups
+        f"parameter group {group.match}: {counts[id(group)]} weights, learning rate x "
+        f"{group.lr_factor:g}, weight decay x {group.weight_decay_factor:g}"
+        for group in groups
     ]
 
 
 def layerwise_lr_factors(stages: dict[str, list[str]], decay: float) -> dict[str, float]:
-    """Factor of the learning rate of each entry, (0, 1].
+    """Computes the factor of each entry's learning rate, in (0, 1].
 
-    What a network has learnt of images in general sits in its first layers, and is forgotten when
-    few images move all layers alike:
+    The first layers hold what a network has learned about images in general, and forget it if few
+    images train all layers at the same rate:
 
         rate of stage l = rate * decay^(L - l),  l = 0 (the stem) ... L (the head)
 
     Args:
         stages: see `ImageModel.stages`.
-        decay: from a stage to the one before it.
+        decay: factor from a stage to the stage before it.
     Sources: Howard and Ruder 2018, arXiv:1801.06146, section 3.2 (discriminative fine-tuning);
     Bao et al. 2021 (BEiT), arXiv:2106.08254, whose layers are blocks of a transformer where ours
     are the stages of a model.
     """
     last = len(stages) - 1
     return {
-        key: decay ** (last - depth)
-        for depth, inside in enumerate(stages.values())
-        for key in inside
+        key: decay ** (last - depth) for depth, keys in enumerate(stages.values()) for key in keys
     }
 
 
 def layerwise_lr_decay(model: ImageModel, decay: float) -> list[str]:
-    """Log line: each stage's multiple of the rate."""
+    """Describes each stage's multiple of the rate in a line for the log."""
     stages = model.stages
     factors = layerwise_lr_factors(stages, decay)
-    of_stages = (f"{name} x {factors[inside[0]]:.3g}" for name, inside in stages.items())
-    return [f"learning rates by stage: {', '.join(of_stages)}"]
+    descriptions = (f"{name} x {factors[keys[0]]:.3g}" for name, keys in stages.items())
+    return [f"learning rates by stage: {', '.join(descriptions)}"]
 
 
 def biases(model: nn.Layer) -> list[paddle.Tensor]:
-    """The trainable biases of all layers, those of normalisation too."""
+    """Returns the trainable biases of all layers, those of normalisation layers, too."""
     named = model.named_parameters()
     return [p for key, p in named if key.rpartition(".")[2] == "bias" and not p.stop_gradient]
 
 
 def split_name(name: str, names: dict[str, str]) -> tuple[str, str]:
-    """Structured key and accumulator."""
+    """Splits Paddle's name of an accumulator into structured key and accumulator.
+
+    Raises: CheckpointError: no parameter has such a name.
+    """
+    # Parameter names have underscores, too (`conv2d_3.w_0`), so the longest known prefix is the
+    # name.
     end = name.rfind("_")
     while end > 0:
         if name[:end] in names:
@@ -175,14 +179,14 @@ def split_name(name: str, names: dict[str, str]) -> tuple[str, str]:
 
 
 def structured_keys(model: nn.Layer) -> dict[str, str]:
-    """Generated name -> structured key."""
+    """Maps Paddle's generated names to structured keys."""
     return {parameter.name: key for key, parameter in model.named_parameters()}
 
 
 def load_optimizer_arrays(
     optimizer: paddle.optimizer.Optimizer, model: nn.Layer, arrays: dict[str, np.ndarray]
 ) -> None:
-    """Restores what `Updater.state` gave, in place of all state there is.
+    """Restores the result of `Updater.state`, replacing all state.
 
     Raises: CheckpointError: an entry belongs to no parameter of this model, or to an optimizer of
         another kind.
@@ -198,7 +202,7 @@ def load_optimizer_arrays(
     state: dict = {}
     masters: dict = {}
     for entry, array in arrays.items():
-        key, _, rest = entry.rpartition("/")
+        key, _, accumulator = entry.rpartition("/")
         if key not in generated:
             raise CheckpointError(
                 f"the checkpoint holds optimizer state of {key!r}, which this model does not have",
@@ -206,25 +210,25 @@ def load_optimizer_arrays(
                 fix="resume with the configuration the run was started with",
             )
         tensor = paddle.to_tensor(array)
-        if _MASTER.fullmatch(rest):
-            tensor.name = f"{generated[key]}_{rest}"  # Paddle names accumulators after it
+        if _MASTER.fullmatch(accumulator):
+            tensor.name = f"{generated[key]}_{accumulator}"  # Paddle names accumulators after it
             masters[generated[key]] = tensor
         else:
-            state[f"{generated[key]}_{rest}"] = tensor
+            state[f"{generated[key]}_{accumulator}"] = tensor
     if masters:
         state["master_weights"] = masters
     if state:
         optimizer.set_state_dict(state)
     else:
-        _begin_anew(optimizer, model)
+        _reset_state(optimizer, model)
     paddle_api.forget_loaded_state(optimizer)
 
 
-def _begin_anew(optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
-    """Resets the state there is to that before step 1."""
-    for name, of_parameters in paddle_api.accumulators(optimizer).items():
+def _reset_state(optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
+    """Resets all state to that before step 1."""
+    for name, tensors in paddle_api.accumulators(optimizer).items():
         first = paddle_api.first_power(optimizer, name)
-        for tensor in of_parameters.values():
+        for tensor in tensors.values():
             tensor.fill_(first)
     masters = paddle_api.master_weights(optimizer)
     for parameter in model.parameters():
@@ -235,44 +239,56 @@ def _begin_anew(optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
 def filter_optimizer_state(
     optimizer: paddle.optimizer.Optimizer, model: nn.Layer, arrays: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], str]:
-    """What `Updater.state` gave, for the parameters that train now.
+    """Converts the result of `Updater.state` for the parameters that train now.
 
-    Those that were frozen then begin with the state of a first step; the state of those that are
-    frozen now is left out.
+    Parameters that were frozen then get the state before a first step; the state of parameters that
+    are frozen now is left out.
 
     Returns: the arrays; a warning, else "".
     """
     parameters = dict(model.named_parameters())
-    trains = {key: not each.stop_gradient for key, each in parameters.items()}
+    trains = {key: not parameter.stop_gradient for key, parameter in parameters.items()}
     parts: dict[str, dict[str, np.ndarray]] = {}
     for entry, array in arrays.items():
         key, _, part = entry.rpartition("/")
         parts.setdefault(key, {})[part] = array
-    kept = {key: each for key, each in arrays.items() if trains.get(key.rpartition("/")[0], True)}
-    # Those of low precision have other parts (masters) than those of float32.
-    examples = {parameters[key].dtype: of for key, of in parts.items() if key in parameters}
-    new = [key for key, does in trains.items() if does and key not in parts] if arrays else []
+    filtered = {
+        key: array for key, array in arrays.items() if trains.get(key.rpartition("/")[0], True)
+    }
+    # Parameters of low precision have other parts (masters) than those of float32.
+    examples = {
+        parameters[key].dtype: parts_of_key
+        for key, parts_of_key in parts.items()
+        if key in parameters
+    }
+    new = (
+        [key for key, is_trained in trains.items() if is_trained and key not in parts]
+        if arrays
+        else []
+    )
     for key in new:
         for part, array in examples.get(parameters[key].dtype, {}).items():
-            kept[f"{key}/{part}"] = _of_first_step(optimizer, part, array, parameters[key])
-    told = []
+            filtered[f"{key}/{part}"] = _initial_accumulator(
+                optimizer, part, array, parameters[key]
+            )
+    messages = []
     if new:
-        told.append(f"{len(new)} tensors were not trained before ({new[0]}, ...)")
-    if frozen := [key for key, does in trains.items() if key in parts and not does]:
-        told.append(f"{len(frozen)} tensors are frozen from here on ({frozen[0]}, ...)")
-    return kept, " and ".join(told)
+        messages.append(f"{len(new)} tensors were not trained before ({new[0]}, ...)")
+    if frozen := [key for key, is_trained in trains.items() if key in parts and not is_trained]:
+        messages.append(f"{len(frozen)} tensors are frozen from here on ({frozen[0]}, ...)")
+    return filtered, " and ".join(messages)
 
 
-def _of_first_step(
-    optimizer: paddle.optimizer.Optimizer, part: str, like: np.ndarray, parameter: paddle.Tensor
+def _initial_accumulator(
+    optimizer: paddle.optimizer.Optimizer, part: str, example: np.ndarray, parameter: paddle.Tensor
 ) -> np.ndarray:
-    """One accumulator of a parameter as it is before its first step.
+    """Builds an accumulator of a parameter as it is before its first step.
 
-    Args: part: what the accumulator is called; like: the same of another parameter.
+    Args: part: name of the accumulator; example: the same accumulator of another parameter.
     """
     for power in _POWERS:
         if power in part:
-            return np.full_like(like, paddle_api.first_power(optimizer, power))
+            return np.full_like(example, paddle_api.first_power(optimizer, power))
     if _MASTER.fullmatch(part):
         return parameter.astype("float32").numpy()
-    return np.zeros(parameter.shape, like.dtype)
+    return np.zeros(parameter.shape, example.dtype)

@@ -13,16 +13,16 @@ from ppdist.optim.updater import Updater
 
 
 class ShardedUpdater(Updater):
-    """Each rank updates its share of the parameters.
+    """Updater with which each rank updates its share of the parameters.
 
-    The state of the optimizer (momentum: one float32 for each weight, AdamW: two) is made where it
-    is used, so a rank holds 1 / ranks of it.  Weights, gradients and the norm for clipping stay
-    whole on every rank, an update looks at one parameter only, and so the weights are bit for bit
-    those without shares.  Price: after each step every weight travels once more.
+    The state of the optimizer (momentum: one float32 for each weight, AdamW: two) is created where
+    it is used, so a rank holds 1 / ranks of it.  Weights, gradients and the norm for clipping are
+    complete on every rank, and an update depends on one parameter only, so the weights are bit for
+    bit those without shares.  The price: after each step every weight is sent once more.
 
-    Not Paddle's own: DygraphShardingOptimizer does the same, but asks for its
-    HybridParallelOptimizer and model wrapper, which fold clipping and loss scaling into the update.
-    Not run on a GPU.
+    Paddle's DygraphShardingOptimizer does the same, but requires its HybridParallelOptimizer and
+    model wrapper, which fold clipping and loss scaling into the update.  This class was not run on
+    a GPU.
     Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, stage 1 (P_os), with an all-reduce of
     gradients where theirs scatters: gloo has no reduce-scatter in Paddle.
     """
@@ -35,12 +35,12 @@ class ShardedUpdater(Updater):
     ) -> None:
         """
         Args:
-            parameters: what the optimizer trains, float32, by state-dict key; in the same order on
+            parameters: the trained parameters, float32, by state-dict key; in the same order on
                 every rank.
         """
         super().__init__(optimizer, model)
         sizes = [parameter.size for parameter in parameters.values()]
-        owners = share_out(sizes, ranks.world_size())
+        owners = assign_parameters(sizes, ranks.world_size())
         self._owner = dict(zip(parameters, owners))
         self._shares: list[list[Tensor]] = [[] for _ in range(ranks.world_size())]
         for parameter, owner in zip(parameters.values(), owners):
@@ -48,39 +48,41 @@ class ShardedUpdater(Updater):
 
     @paddle.no_grad()
     def update(self, step: Callable[[Any], None]) -> None:
-        """Updates this rank's share, and gives all ranks what each has updated.  Collective."""
-        with self._only_mine():
+        """Updates this rank's share, and sends it to all ranks.  Collective."""
+        with self._updating_share():
             step(self.wrapped)
         for owner, share in enumerate(self._shares):
             collectives.broadcast_tensors(share, owner)
 
     @contextlib.contextmanager
-    def _only_mine(self) -> Iterator[None]:
-        """Inside, the optimizer updates this rank's share only.
+    def _updating_share(self) -> Iterator[None]:
+        """Makes the optimizer update only this rank's share inside the context.
 
-        Paddle's optimizers pass over what stops the gradient; the gradients themselves stay.
+        Paddle's optimizers skip parameters with stop_gradient; the gradients themselves stay.
         """
-        mine = self._shares[ranks.rank()]
-        others = [p for share in self._shares if share is not mine for p in share]
-        for parameter in others:
+        own_parameters = self._shares[ranks.rank()]
+        other_ranks_parameters = [
+            p for share in self._shares if share is not own_parameters for p in share
+        ]
+        for parameter in other_ranks_parameters:
             parameter.stop_gradient = True
         try:
             yield
         finally:
-            for parameter in others:
+            for parameter in other_ranks_parameters:
                 parameter.stop_gradient = False
 
     def shared_state(self) -> list[Tensor]:
-        """Nothing: each rank has a share of its own."""
+        """Returns nothing: each rank has a share of its own."""
         return []
 
     def state(self) -> dict[str, np.ndarray]:
-        """The state of all ranks on rank 0, on the others their own.
+        """Returns the state of all ranks on rank 0, and on other ranks their own.
 
-        Collective; they may be minutes apart.
+        Collective; ranks may be minutes apart.
         """
         arrays = super().state()
-        everything = {} if ranks.is_main() else dict(arrays)
+        full_state = {} if ranks.is_main() else dict(arrays)
         shapes_W = gathering.all_gather_large_object(
             {key: array.shape for key, array in arrays.items()}
         )
@@ -90,14 +92,15 @@ class ShardedUpdater(Updater):
             else:
                 tensors = [paddle.zeros(shape, "float32") for shape in shapes.values()]
             collectives.broadcast_tensors(tensors, owner)
-            if ranks.is_main():  # the others need the memory that they were to save
-                everything |= {key: tensor.numpy() for key, tensor in zip(shapes, tensors)}
-        return everything
+            # On other ranks the state must not take the memory that shares save.
+            if ranks.is_main():
+                full_state |= {key: tensor.numpy() for key, tensor in zip(shapes, tensors)}
+        return full_state
 
     def _local(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """This rank's share of the whole state.
+        """Selects this rank's share of the state.
 
-        What belongs to no parameter stays, to be named.
+        Entries that belong to no parameter stay, so that an error can name them.
         """
         rank = ranks.rank()
         return {
@@ -107,12 +110,12 @@ class ShardedUpdater(Updater):
         }
 
 
-def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each parameter."""
+def assign_parameters(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Assigns parameters to ranks, the largest first to the rank with the least."""
     loads = [0] * ranks
     owners = [0] * len(sizes)
-    for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         owner = loads.index(min(loads))
-        owners[at] = owner
-        loads[owner] += sizes[at]
+        owners[index] = owner
+        loads[owner] += sizes[index]
     return owners

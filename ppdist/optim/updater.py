@@ -10,7 +10,7 @@ from paddle import Tensor, nn
 from ppdist.distributed import collectives, paddle_api
 from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import (
-    FACTOR,
+    LR_FACTOR,
     biases,
     filter_optimizer_state,
     load_optimizer_arrays,
@@ -20,11 +20,11 @@ from ppdist.optim.optimizer import (
 
 
 class Updater:
-    """An optimizer of Paddle and the model that it trains.
+    """An optimizer of Paddle with the model that it trains.
 
     Attributes:
-        optimizer: Paddle's.
-        wrapped: what a GradScaler takes for it; see `collectives.wrap_optimizer`.
+        optimizer: Paddle's optimizer.
+        wrapped: the object that a GradScaler takes; see `collectives.wrap_optimizer`.
     """
 
     def __init__(self, optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
@@ -36,39 +36,40 @@ class Updater:
     def set_rates(self, rates: LearningRates) -> None:
         """Sets the rates of one step.
 
-        Paddle keeps the rate of a single parameter as a multiple of the common one, or as a tensor,
-        and the momentum in its groups (the optimizer's own attribute is overwritten by them in
-        every step).  Parameters of one multiple share a tensor, which Paddle would make for each.
+        Paddle stores the rate of a single parameter as a multiple of the common rate, or as a
+        tensor, and the momentum in its groups, which overwrite the optimizer's attribute in every
+        step. Parameters with the same multiple share a tensor, which Paddle would create for each.
         """
         self.optimizer.set_lr(rates.lr)
+        # Paddle multiplies the common rate, so the rate of biases is given as a multiple of it.
         bias = rates.bias_lr / rates.lr if rates.lr else 1.0
-        biased = {id(parameter) for parameter in self._biases}
-        shared: dict[float, Tensor] = {}
+        bias_ids = {id(parameter) for parameter in self._biases}
+        tensors: dict[float, Tensor] = {}
         common = paddle.full([1], rates.lr, "float32")
         for parameter in paddle_api.trained_parameters(self.optimizer):
-            factor = parameter.optimize_attr.get(FACTOR, 1.0)
-            multiple = (bias if id(parameter) in biased else 1.0) * factor
-            if multiple != 1.0 and multiple not in shared:
-                shared[multiple] = common * multiple
-            parameter.optimize_attr["learning_rate"] = shared.get(multiple, 1.0)
+            factor = parameter.optimize_attr.get(LR_FACTOR, 1.0)
+            multiple = (bias if id(parameter) in bias_ids else 1.0) * factor
+            if multiple != 1.0 and multiple not in tensors:
+                tensors[multiple] = common * multiple
+            parameter.optimize_attr["learning_rate"] = tensors.get(multiple, 1.0)
         if isinstance(self.optimizer, paddle.optimizer.Momentum):
             paddle_api.set_optimizer_momentum(self.optimizer, rates.momentum)
 
     def update(self, step: Callable[[Any], None]) -> None:
-        """Makes an update.
+        """Updates the parameters.
 
-        Args: step: makes it with the optimizer that it is given, as `GradScaler.step` does.
+        Args: step: steps the optimizer that it gets, as `GradScaler.step` does.
         """
         step(self.wrapped)
 
     def masters(self) -> dict[str, Tensor]:
-        """Float32 masters of low-precision parameters (AMP O2), by state-dict key."""
+        """Returns float32 masters of low-precision parameters (AMP O2), by state-dict key."""
         masters = paddle_api.master_weights(self.optimizer)
         named = self._model.named_parameters()
         return {key: masters[p.name] for key, p in named if p.name in masters}
 
     def shared_state(self) -> list[Tensor]:
-        """State that all ranks hold alike."""
+        """Returns the state that is equal on all ranks."""
         state = dict(self.optimizer.state_dict())
         masters = state.pop("master_weights", {})
         return [*masters.values(), *(x for x in state.values() if isinstance(x, Tensor))]
@@ -76,7 +77,7 @@ class Updater:
     def state(self) -> dict[str, np.ndarray]:
         """Returns all state as arrays, on rank 0: `<parameter key>/<accumulator>` -> array.
 
-        Collective where ranks have shares of it.  Paddle names accumulators after generated
+        Collective if ranks have shares of it.  Paddle names accumulators after generated
         parameter names (`conv2d_3.w_0_velocity_0`), which change when another layer is built first;
         a checkpoint must not depend on that.  Float32 masters (AMP O2) are
         `<parameter key>/fp32_master_0`, and their accumulators
@@ -89,18 +90,19 @@ class Updater:
         tensors = [(name, value) for name, value in state.items() if isinstance(value, Tensor)]
         tensors += [(value.name, value) for value in masters.values()]
         for name, value in tensors:
-            key, rest = split_name(name, names)
-            arrays[f"{key}/{rest}"] = value.numpy()
+            key, accumulator = split_name(name, names)
+            arrays[f"{key}/{accumulator}"] = value.numpy()
         return arrays
 
     def load(self, arrays: dict[str, np.ndarray]) -> str:
-        """Restores what `state` gave.
+        """Restores the result of `state`.
 
-        Returns: a warning, if other parameters were trained then; else "".
+        Returns: a warning if other parameters were trained then; else "".
         """
         arrays, warning = filter_optimizer_state(self.optimizer, self._model, arrays)
         load_optimizer_arrays(self.optimizer, self._model, self._local(arrays))
         return warning
 
     def _local(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Selects this rank's share of the state: here all of it."""
         return arrays
