@@ -22,7 +22,7 @@ from ppdist.config.data import DataConfig
 from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.config.migration import is_weights_as_model, refuse_options
 from ppdist.config.parse import override_items, parse_plain, parse_tree
-from ppdist.config.schema import fitting, sections_in
+from ppdist.config.schema import matching_sections, sections_in
 from ppdist.config.shipped import find_config, near, recipes, short_names
 from ppdist.config.train import max_micro_batch
 from ppdist.config.yaml import BASE_KEY, Node, Place, Reader, dump, merge, tree_of
@@ -239,7 +239,7 @@ def _model_section(options: TrainOptions, base: Node) -> Any:
     Raises: ConfigError: it is for another task.
     """
     sections = sections_in(ExperimentConfig.open_plugins(base, []).model_fields["model"].annotation)
-    section: Any = fitting(sections, base.child("model"))[0]
+    section: Any = matching_sections(sections, base.child("model"))[0]
     if _value(base, "model.name") is None or section.task != "detect":
         raise ConfigError(
             "is a recipe for classifiers, but data given this way has boxes",
