@@ -6,10 +6,11 @@ from ppdist.config.experiment import ExperimentConfig
 from ppdist.engine.schedule_setup import ScheduleSetup, counted
 from ppdist.optim.lr_scheduler import LEAST_WARMUP_STEPS
 
-_LARGE_BATCH = 256  # where AGVM and MMYOLO, below, see detectors lose
+_LARGE_BATCH = 256  # images of a step from which AGVM and MMYOLO see detectors lose mAP
 _MUCH_LARGER = 4.0  # times the reference: one machine to four in PaddleDetection's table
-# Images per card, for batch norm of its own.  That few on each of eight cards is the YOLOv5
-# recipe, where SyncBN is optional; it matters with fewer, and on more cards (its pull request 401).
+# Images per card from which batch norm needs no other ranks.  Eight images on each of eight cards
+# is the YOLOv5 recipe, where SyncBN is optional; with fewer images, or on more cards, it matters
+# (YOLOv5's pull request 401).
 _FEW_IMAGES, _FEW_CARDS = 8, 8
 _UNSTABLE_WITHOUT_SYNC = 32  # the smallest total batch at which MegDet saw training fail
 _NOISE_SCALE = 450  # to try first: that of Mask R-CNN, by MLPerf's epochs
@@ -17,7 +18,7 @@ _MORE = "docs/distributed.md"
 
 
 def advice(config: ExperimentConfig, schedule: ScheduleSetup) -> Iterator[str]:
-    """Warns where published runs like this lost accuracy, with remedies.
+    """Yields warnings where published runs like this one lost accuracy, with remedies.
 
     docs/distributed.md (What the advice rests on) gives the source of each.  Evidence from
     detectors does not count for classifiers.

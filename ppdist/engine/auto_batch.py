@@ -2,9 +2,9 @@
 
 `train.batch_size_per_card: auto` (`resolve_batch_size`): each rank trains with a few batches in a
 process of its own (`memory_probe`), so whatever ends it ends no run: the kernel's out-of-memory
-killer, a limit, oneDNN without memory for its buffers.  All ranks then take the least.  A run that
-goes on keeps its micro-batches and looks for nothing.  Behind it stands the step, which goes on in
-smaller micro-batches where memory runs out later (policies/memory.py).
+killer, a limit, oneDNN without memory for its buffers.  All ranks then take the smallest result.  A
+resumed run keeps its micro-batches and searches nothing.  If memory runs out later, training
+continues with smaller micro-batches (policies/memory.py).
 
 Three kinds of memory run out separately, and each is counted by itself, in bytes: the memory of the
 host, which its ranks share; the address space of a process (`ulimit -v`), where that is limited;
@@ -38,14 +38,15 @@ from ppdist.engine.resume import Start, resumed_micro_batches
 
 HOST, ADDRESSES, CARD = "memory of the host", "address space (ulimit -v)", "memory of the card"
 Bytes = Mapping[str, int]  # by kind
-# What each batch took, by kind; and why one of those asked for is missing, with a remedy, or "".
+# The bytes that each batch took, by kind; and the reason why a requested one is missing, with a
+# remedy, or "".
 Outcome = tuple[dict[int, dict[str, int]], str]
 MISTAKE, NO_MEMORY = 2, 3  # exit codes of `memory_probe`
-_DRAWS = 10_000  # of images that are combined to one
-_MEMORY_SHARE = 0.8  # of what is free; loaders and evaluation take of the rest
+_DRAWS = 10_000  # random draws of the images that are combined into one
+_MEMORY_SHARE = 0.8  # of what is free; loaders and evaluation need the rest
 _SEARCH_SHARE = 0.5  # of distributed.timeout_seconds
-_WORTH_A_TRIAL = 8  # not for less than an eighth more
-_TAIL = 600  # characters of the end of its output
+_WORTH_A_TRIAL = 8  # a trial costs a process: none for less than an eighth more images
+_TAIL = 600  # characters at the end of the probe's output that a message quotes
 _SMALLER = "lower model.image_size (or train.multi_scale), take a smaller model, or give a number"
 _LATE = (
     "training with it took longer than half of distributed.timeout_seconds; give a number, or "
@@ -56,14 +57,15 @@ _LATE = (
 def resolve_batch_size(
     config: ExperimentConfig, records: Sequence[ImageRecord], images: int, start: Start
 ) -> tuple[ExperimentConfig, MicroBatches, list[str]]:
-    """Replaces `train.batch_size_per_card: auto`, or more than the set has.  Collective.
+    """Replaces a batch size of `auto`, or one larger than the set, by a number.  Collective.
 
-    Called before anything large is built.
+    Called before anything large is built, because the trials need the memory.
+
     Args:
         records: the training images.
-        images: of an epoch over all ranks.
-        start: where the run starts; one that goes on keeps its micro-batches.
-    Returns: the configuration, the same on every rank; what its steps are made of; lines for the
+        images: samples of an epoch over all ranks.
+        start: where the run starts; a resumed run keeps its micro-batches.
+    Returns: the configuration, the same on every rank; the micro-batches of a step; lines for the
         log.
     Raises: UserError, on every rank: not even one image fits somewhere, the run could not be built,
         the total batch is not to be had, or a run that resumes would have other micro-batches.
@@ -72,73 +74,82 @@ def resolve_batch_size(
     whole_set = max_micro_batch(images, world * train.accumulate_steps)
     given = train.batch_size_per_card
     if start.made_of:
-        then = start.made_of["batch_size_per_card"]
+        previous_batch = start.made_of["batch_size_per_card"]
         follows = given == "auto" or (given >= whole_set and train.total_batch is None)
-        config = _with_batch(config, then, {}) if follows else config
+        config = _set_batch(config, previous_batch, {}) if follows else config
         batches = resumed_micro_batches(start, config.train, follows)
         where = "in the checkpoint" if start.snapshot else "where this job began"
-        said = [f"{given} is {then}, as {where}"] if follows and given != then else []
+        changed = follows and given != previous_batch
+        notes = [f"{given} is {previous_batch}, as {where}"] if changed else []
     elif given == "auto":
-        config, batches, said = _searched(config, records, images, whole_set)
+        config, batches, notes = _search_batch_size(config, records, images, whole_set)
     else:
-        said = []
+        notes = []
         if given > whole_set and train.total_batch is None:
-            said = [f"{whole_set}, not {given}: the set has {images} images"]
-            config = _with_batch(config, whole_set, {})
+            notes = [f"{whole_set}, not {given}: the set has {images} images"]
+            config = _set_batch(config, whole_set, {})
         batches = config.train.micro_batches(world)
-    return config, batches, [f"train.batch_size_per_card: {each}" for each in said]
+    return config, batches, [f"train.batch_size_per_card: {note}" for note in notes]
 
 
-def _searched(
+def _search_batch_size(
     config: ExperimentConfig, records: Sequence[ImageRecord], images: int, whole_set: int
 ) -> tuple[ExperimentConfig, MicroBatches, list[str]]:
-    """As `resolve_batch_size`, for a new run with auto.  Collective."""
+    """Searches the batch size of a new run by trial.  Collective.
+
+    Args and result are those of `resolve_batch_size`; whole_set: the batch with which one step
+        takes the whole set.
+    """
     train, world = config.train, comm.world_size()
     total = train.total_batch
-    most = min(train.auto_batch_most, whole_set if total is None else math.ceil(total / world))
+    max_batch = min(train.auto_batch_most, whole_set if total is None else math.ceil(total / world))
     objects = max_objects([len(record.labels_M) for record in records], config.data.augment)
     # A barrier, too: all ranks look before the first process takes some of it.
-    limits = comm.run_on_all_ranks(_limits)
+    limits = comm.run_on_all_ranks(_read_limits)
     deadline = time.monotonic() + _SEARCH_SHARE * config.distributed.timeout_seconds
     trial = trial_of(job_of(config, objects, images), limits, deadline)
-    own = comm.run_on_all_ranks(lambda: search(trial, limits, most))
-    told_W = comm.all_gather_object([own.images, own.why, comm.host()])
-    least = min(found for found, *_ in told_W)
-    ranks = [rank for rank, (found, *_) in enumerate(told_W) if found == least]
-    batch = least if total is None else shared_batch(total, world, least, train.sync_bn)
-    named = comm.ranks_named(ranks, [host for *_, host in told_W])
-    said = f"auto is {batch}: of {named} {told_W[ranks[0]][1]}"
-    if batch != least:
-        said += f"; {batch} suits the {total} images of train.total_batch on {world} ranks"
-    config = _with_batch(config, batch, {})
-    return config, config.train.micro_batches(world), [said]
+    local = comm.run_on_all_ranks(lambda: search(trial, limits, max_batch))
+    results_W = comm.all_gather_object([local.images, local.reason, comm.host()])
+    smallest = min(rank_batch for rank_batch, *_ in results_W)
+    ranks = [rank for rank, (rank_batch, *_) in enumerate(results_W) if rank_batch == smallest]
+    batch = smallest if total is None else shared_batch(total, world, smallest, train.sync_bn)
+    rank_names = comm.ranks_named(ranks, [host for *_, host in results_W])
+    note = f"auto is {batch}: of {rank_names} {results_W[ranks[0]][1]}"
+    if batch != smallest:
+        note += f"; {batch} suits the {total} images of train.total_batch on {world} ranks"
+    config = _set_batch(config, batch, {})
+    return config, config.train.micro_batches(world), [note]
 
 
-def shared_batch(total: int, world: int, most: int, spread: bool) -> int:
-    """Largest micro-batch up to `most` that divides a step among ranks.
+def shared_batch(total: int, world: int, max_batch: int, spread: bool) -> int:
+    """Finds the largest micro-batch up to `max_batch` that divides a step among ranks.
 
-    Evenly if that is possible; else the rank with most micro-batches takes an eighth more images
-    than its share at most, or as few as can be.
+    It divides evenly if that is possible; else the rank with the most micro-batches takes at most
+    an eighth more images than its share, or the fewest possible.
 
-    Args: spread: each micro-batch is one of all ranks; then this is what a rank takes of it.
+    Args:
+        total: images of a step over all ranks.
+        spread: each micro-batch is spread over all ranks; the result is then one rank's share.
     """
     if spread:
         counts = [count for count in range(1, total + 1) if total % count == 0]
-        return next(each for count in counts if (each := math.ceil(total / count / world)) <= most)
+        shares = (math.ceil(total / count / world) for count in counts)
+        return next(share for share in shares if share <= max_batch)
     if total % world == 0:
-        return largest_divisor(total // world, most)
-    divisors = [each for each in range(1, max(1, min(total, most)) + 1) if total % each == 0]
-    slowest = {each: math.ceil(total // each / world) * each for each in divisors}
+        return largest_divisor(total // world, max_batch)
+    sizes = [size for size in range(1, max(1, min(total, max_batch)) + 1) if total % size == 0]
+    slowest = {size: math.ceil(total // size / world) * size for size in sizes}
     allowed = max(min(slowest.values()), total / world * (1 + 1 / _WORTH_A_TRIAL))
-    return max(each for each in divisors if slowest[each] <= allowed)
+    return max(size for size in sizes if slowest[size] <= allowed)
 
 
-def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of a number up to `most`; at least 1."""
-    return max(each for each in range(1, max(1, min(number, most)) + 1) if number % each == 0)
+def largest_divisor(number: int, limit: int) -> int:
+    """Returns the largest divisor of a number up to `limit`; at least 1."""
+    candidates = range(1, max(1, min(number, limit)) + 1)
+    return max(divisor for divisor in candidates if number % divisor == 0)
 
 
-def _with_batch(
+def _set_batch(
     config: ExperimentConfig, batch: int, changes: Mapping[str, Any]
 ) -> ExperimentConfig:
     train = config.train.model_copy(update={"batch_size_per_card": batch, **changes})
@@ -146,9 +157,12 @@ def _with_batch(
 
 
 def max_objects(objects_N: Sequence[int], augment: AugmentConfig) -> int:
-    """Largest number of boxes that an image of a batch can have.
+    """Estimates the largest number of boxes that one augmented image can have.
 
-    Estimated from many random draws.
+    Mosaic, mix-up and copy-paste combine images, so their boxes add up: the result is the largest
+    sum of many random draws.
+
+    Args: objects_N: the number of boxes of each training image.
     """
     composed = MOSAIC_IMAGES if augment.mosaic else 1
     partners = (augment.mixup > 0) + (augment.cutmix > 0)
@@ -158,10 +172,10 @@ def max_objects(objects_N: Sequence[int], augment: AugmentConfig) -> int:
     return int(max(1, drawn, counts_N.max()))
 
 
-def _limits() -> dict[str, int]:
-    """What training may take on this rank, by kind.
+def _read_limits() -> dict[str, int]:
+    """Reads how many bytes training may take on this rank, by kind of memory.
 
-    Raises: ConfigError: the card does not say how much it has free.
+    Raises: ConfigError: the card does not report its free memory.
     """
     free = free_memory(comm.local_size())
     if device.on_accelerator() and CARD not in free:
@@ -175,15 +189,15 @@ def _limits() -> dict[str, int]:
 
 
 def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any]:
-    """The `memory_probe.Job` of a run, without what changes from trial to trial.
+    """Returns the fields of a run's `memory_probe.Job` that are the same in every trial.
 
     Args:
-        objects: padded boxes of an image, at most.
-        images: of an epoch over all ranks.
+        objects: largest number of padded boxes of an image.
+        images: samples of an epoch over all ranks.
     """
     train = config.train
     several = 2 if (train.total_batch is not None or train.accumulate_steps > 1) else 1
-    trial_config = _with_batch(config, 1, {"total_batch": None, "accumulate_steps": several})
+    trial_config = _set_batch(config, 1, {"total_batch": None, "accumulate_steps": several})
     alone = config.distributed.model_copy(update={"shares": None})
     changes = {"device": device.kind(), "distributed": alone}
     return {
@@ -200,19 +214,21 @@ def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The largest micro-batch of one rank."""
+    """The largest micro-batch of one rank, and the memory that limits it, for the log."""
 
     images: int
-    why: str
+    reason: str
 
 
-def search(trial: Callable[[Sequence[int]], Outcome], limits: Bytes, most: int) -> SearchResult:
-    """The largest batch up to `most` that trains within its limits, by trial.
+def search(
+    trial: Callable[[Sequence[int]], Outcome], limits: Bytes, max_batch: int
+) -> SearchResult:
+    """Searches the largest batch up to `max_batch` that trains within its limits, by trial.
 
-    One process doubles the batch as long as that should fit.  Further ones, each of which begins
-    with its batch, as the run will, go on to the largest that should fit; once one fails, they
-    halve the gap.  No trial is made that the last two say would pass a limit: on a host it might
-    end others.
+    One process doubles the batch as long as the next should fit.  Each further trial has a process
+    of its own, which starts with its batch as the run will, and goes on to the largest that should
+    fit; once a trial fails, they halve the gap.  A batch is not tried if the last two measurements
+    predict that it passes a limit: on a shared host that might end other processes.
 
     Args:
         trial: trains with batches, in ascending order, in one process; it stops before one that
@@ -221,7 +237,7 @@ def search(trial: Callable[[Sequence[int]], Outcome], limits: Bytes, most: int) 
     Raises: ConfigError: not even one image fits, or training fails altogether; and what `trial`
         raises.
     """
-    doubled = doublings(most)
+    doubled = doublings(max_batch)
     measured, reason = trial(doubled)
     fitting = [batch for batch, used in measured.items() if fits(used, limits)]
     if not fitting:
@@ -231,71 +247,71 @@ def search(trial: Callable[[Sequence[int]], Outcome], limits: Bytes, most: int) 
             code="no_image_fits",
             where="train.batch_size_per_card",
         )
-    low, bad = max(fitting), most + 1
+    low, bad = max(fitting), max_batch + 1
     if reason or len(fitting) < len(measured):
         bad = min((batch for batch in doubled if batch > low), default=bad)
     while True:
-        top = min(largest_batch(measured, limits, most), bad - 1)
+        top = min(largest_batch(measured, limits, max_batch), bad - 1)
         if top - low < max(1, low // _WORTH_A_TRIAL):
             break
-        # What the first process took is too much where the sizes before left gaps in its heap, so
-        # what it says of larger batches is said anew after each trial.
-        batch = min(2 * low, top) if bad > most else (low + top + 1) // 2
+        # The first process may have taken too much, because smaller batches left gaps in its heap;
+        # so larger batches are predicted anew after each trial.
+        batch = min(2 * low, top) if bad > max_batch else (low + top + 1) // 2
         measured |= trial([batch])[0]
         if batch in measured and fits(measured[batch], limits):
             low = batch
         else:
             bad = batch
-    limit = "" if low < most else f", and more than {most} are of no use"
+    limit = "" if low < max_batch else f", and more than {max_batch} are of no use"
     return SearchResult(low, f"{low} take {tightest(measured[low], limits)}{limit}")
 
 
-def doublings(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`, which is the last."""
-    return [*(1 << power for power in range((most - 1).bit_length())), most]
+def doublings(last: int) -> list[int]:
+    """Returns 1, 2, 4, ... and finally `last`."""
+    return [*(1 << power for power in range((last - 1).bit_length())), last]
 
 
 def fits(used: Bytes, limits: Bytes) -> bool:
-    """Whether no kind is above its limit."""
+    """Returns True if no kind of memory is above its limit."""
     return all(used.get(kind, 0) <= limit for kind, limit in limits.items())
 
 
-def largest_batch(measured: Mapping[int, Bytes], limits: Bytes, most: int) -> int:
-    """Largest batch up to `most` that should fit, given the measured ones.
+def largest_batch(measured: Mapping[int, Bytes], limits: Bytes, max_batch: int) -> int:
+    """Predicts the largest batch up to `max_batch` that fits, from the measured ones.
 
     For each kind of memory the model is a constant plus an amount per image: a line through the two
-    largest batches, or, with one measurement, a line through zero, which gives less.
+    largest batches, or, with one measurement, a line through zero, which predicts a smaller batch.
 
     Args:
         measured: batch -> memory it took; at least one entry.
     Returns: 0: not even one image fits.
     """
     (*_, before, last) = [0, *sorted(measured)]
-    result = most
+    result = max_batch
     for kind, limit in limits.items():
         used = measured[last].get(kind, 0)
         lower = measured[before].get(kind, 0) if before else 0
-        each = (used - lower) / (last - before)
-        if each > 0:
-            result = min(result, last + int((limit - used) // each))
+        bytes_per_image = (used - lower) / (last - before)
+        if bytes_per_image > 0:
+            result = min(result, last + int((limit - used) // bytes_per_image))
         elif used > limit:
             result = 0
     return max(0, result)
 
 
 def tightest(used: Bytes, limits: Bytes) -> str:
-    """Usage of the kind of memory that is nearest its limit.
+    """Describes the use of the kind of memory that is nearest its limit.
 
     For example `1.5 GiB of 2 GiB memory of the host`.
     """
-    kind = max(limits, key=lambda each: used.get(each, 0) / max(1, limits[each]))
-    return f"{shown(used.get(kind, 0))} of {shown(limits[kind])} {kind}"
+    kind = max(limits, key=lambda name: used.get(name, 0) / max(1, limits[name]))
+    return f"{format_bytes(used.get(kind, 0))} of {format_bytes(limits[kind])} {kind}"
 
 
 def trial_of(
     job: Mapping[str, Any], limits: Bytes, deadline: float
 ) -> Callable[[Sequence[int]], Outcome]:
-    """Function for `search` that trains with batches in a separate process.
+    """Returns a function for `search` that trains with batches in a separate process.
 
     Args:
         job: from `job_of`.
@@ -304,23 +320,23 @@ def trial_of(
     """
 
     def trial(batches: Sequence[int]) -> Outcome:
-        asked = {**job, "batches": list(batches), "limits": dict(limits)}
+        request = {**job, "batches": list(batches), "limits": dict(limits)}
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            (folder / "job.json").write_text(json.dumps(asked), encoding="utf-8")
-            why = _run_probe(folder, deadline)
+            (folder / "job.json").write_text(json.dumps(request), encoding="utf-8")
+            reason = _run_probe(folder, deadline)
             took = folder / "took.jsonl"
             lines = took.read_text(encoding="utf-8").splitlines() if took.exists() else []
-        told = [json.loads(line) for line in lines]
-        return {each["batch"]: each["used"] for each in told}, why
+        measurements = [json.loads(line) for line in lines]
+        return {row["batch"]: row["used"] for row in measurements}, reason
 
     return trial
 
 
 def _run_probe(folder: Path, deadline: float) -> str:
-    """Runs `memory_probe`; returns why it ended early, with a remedy, or "".
+    """Runs `memory_probe`; returns the reason why it ended early, with a remedy, or "".
 
-    Raises: UserError: a mistake of the user's.
+    Raises: UserError: the configuration is wrong, so that the run would fail as well.
     """
     if time.monotonic() > deadline:
         return _LATE
@@ -332,44 +348,44 @@ def _run_probe(folder: Path, deadline: float) -> str:
         code = run_command(command, output, left, environment=environment, stop=heartbeat.alive)
     finally:
         heartbeat.name_place("")
-    return _LATE if code is None else _why_it_ended(code, folder, output)
+    return _LATE if code is None else _explain_exit(code, folder, output)
 
 
-def _why_it_ended(code: int, folder: Path, output: Path) -> str:
-    """Why an ended process stopped early, as of `_run_probe`."""
+def _explain_exit(code: int, folder: Path, output: Path) -> str:
+    """Explains the exit code of a probe; args and result are those of `_run_probe`."""
     if code == 0:
         return ""
     if code == MISTAKE and (folder / "mistake").exists():
         raise Failure(**json.loads((folder / "mistake").read_text(encoding="utf-8"))).error()
     tail = output.read_text(encoding="utf-8", errors="replace").strip()[-_TAIL:]
-    ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    words = f"it ended with {ended}{': ' * bool(tail)}{tail}"
+    ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    words = f"it ended with {ending}{': ' * bool(tail)}{tail}"
     if code < 0 or code == NO_MEMORY:  # limits end a process by signals, too
         return f"{words}; {_SMALLER}"
     return f"{words}; if memory is not the cause, give a number: training then says more"
 
 
-# Memory there is, and memory taken
+# Free memory and used memory
 
 
 def free_memory(ranks_on_host: int) -> dict[str, int]:
-    """Bytes that this rank may still take, by kind of memory.
+    """Returns the bytes that this rank may still take, by kind of memory.
 
-    Of the host's memory, this rank's share.  A card that does not report its free memory is left
-    out.
+    The host's memory is divided by its ranks.  A card that does not report its free memory is
+    missing in the result.
     """
-    found = {HOST: available_memory() // max(1, ranks_on_host)}
+    free_bytes = {HOST: available_memory() // max(1, ranks_on_host)}
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        found[ADDRESSES] = max(0, limit - process_memory()["VmSize"])
+        free_bytes[ADDRESSES] = max(0, limit - process_memory()["VmSize"])
     if device.on_accelerator():
         free = _free_on_card()
-        found |= {} if free is None else {CARD: free}
-    return found
+        free_bytes |= {} if free is None else {CARD: free}
+    return free_bytes
 
 
 def _free_on_card() -> int | None:
-    """Free bytes on the card; None: unknown.  Not run on a GPU."""
+    """Returns the free bytes on the card; None: unknown.  Never tested on a GPU."""
     try:
         return int(paddle.cuda.mem_get_info()[0])
     except Exception:  # Paddle 3.2 has no such function; a driver may refuse in its own way
@@ -377,24 +393,24 @@ def _free_on_card() -> int | None:
 
 
 class Meter:
-    """Peak memory of this process since the meter was made."""
+    """A meter of this process's peak memory since the meter was made."""
 
     def __init__(self) -> None:
         before = process_memory()
         self._before = {HOST: before["VmRSS"], ADDRESSES: before["VmSize"]}
 
     def peak(self) -> dict[str, int]:
-        """Peak bytes by kind."""
+        """Returns the peak, in bytes by kind of memory."""
         now = process_memory()
-        found = {
+        peak_bytes = {
             HOST: max(0, now["VmHWM"] - self._before[HOST]),
             ADDRESSES: max(0, now["VmPeak"] - self._before[ADDRESSES]),
         }
         if device.on_accelerator():
-            found[CARD] = device.peak_reserved_bytes()
-        return found
+            peak_bytes[CARD] = device.peak_reserved_bytes()
+        return peak_bytes
 
 
-def shown(amount: float) -> str:
+def format_bytes(amount: float) -> str:
     """Formats bytes as `1.25 GiB` or `640 MiB`."""
     return f"{amount / 2**30:.3g} GiB" if amount >= 2**30 else f"{amount / 2**20:.0f} MiB"

@@ -16,7 +16,7 @@ from ppdist.engine.train_step import TrainStep
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What a callback can reach of the run that begins.
+    """The parts of a beginning run that a callback can reach.
 
     Attributes:
         evaluated_model: takes the averaged weights for evaluation: a second model, or, where

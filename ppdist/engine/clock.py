@@ -7,12 +7,12 @@ from ppdist.distributed import device, heartbeat
 
 
 class StepSeconds(NamedTuple):
-    """Where the time of a step went, on this rank.
+    """Seconds of a step on this rank.
 
     Attributes:
         wall: from the beginning to the end of the step.
-        compute: all of it but the waiting for other ranks in collectives.
-        data: of it, waiting for images.
+        compute: `wall` without the time spent waiting for other ranks in collectives.
+        data: the part of `wall` spent waiting for images.
     """
 
     wall: float
@@ -21,7 +21,7 @@ class StepSeconds(NamedTuple):
 
 
 class Clock:
-    """Wall seconds of the parts of a step.
+    """A clock that books the wall seconds of the parts of a step.
 
     On an accelerator they are meaningful only with `synchronize`.
     """
@@ -41,7 +41,7 @@ class Clock:
 
 
 class Stopwatch:
-    """Measures a step's time, from construction until `stop`."""
+    """A stopwatch that measures a step, from construction until `stop`."""
 
     def __init__(self) -> None:
         self._began, self._waited = time.perf_counter(), heartbeat.waited_seconds()

@@ -1,7 +1,7 @@
-"""Digests of what a host trains with, which fleetrun compares before a host that comes back joins.
+"""Digests of a host's code, configuration and data, compared before a returning host joins.
 
-Rank 0 notes those of its run with the job.  The host that comes back makes its own in a child
-(`ppdist train ... --digests FILE`), before others stop for it, and without joining them.
+Rank 0 notes the digests of its run with the job.  The returning host computes its own in a child
+process (`ppdist train ... --digests FILE`) without joining, before other hosts stop for it.
 """
 
 import json
@@ -23,7 +23,7 @@ Digests = dict[str, str]  # by part, such as `config data.root`
 def note_digests(
     config: ExperimentConfig, train_set: DetectionSet, val_set: DetectionSet | None
 ) -> None:
-    """Notes the digests of a run that goes on without lost hosts, on rank 0's host.
+    """Notes the digests of a run that continues without lost hosts, on rank 0's host.
 
     Args: config: as it was given, before anything was resolved.
     """

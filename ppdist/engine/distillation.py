@@ -28,14 +28,14 @@ from ppdist.models.build import build_model
 from ppdist.models.model_card import require_classes_of
 from ppdist.models.weights import checkpoint_of, load_weights
 
-# Of class scores none (arXiv:2006.04388), of features arXiv:2011.13256, of boxes arXiv:2102.12252,
-# table 1.
+# Sources: class scores use none (arXiv:2006.04388); features: arXiv:2011.13256; boxes:
+# arXiv:2102.12252, table 1.
 _LOGITS_TEMPERATURE, _FEATURES_TEMPERATURE, _BOXES_TEMPERATURE = 1.0, 4.0, 10.0
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """A teacher and what it teaches.
+    """A teacher, and the terms of the loss that compare the student with it.
 
     Attributes:
         teacher: frozen, in eval mode.
@@ -50,9 +50,10 @@ class Distillation:
 
 
 class DistilledLoss(Loss):
-    """A loss and the part of a teacher.  Local: nothing here communicates.
+    """A loss with the terms of a teacher added.  Local: nothing here communicates.
 
-    The teacher runs before the student's forward: it keeps little, the student much.
+    The teacher runs before the student's forward pass: its peak of memory then does not come on top
+    of the activations that the student keeps for backward.
     """
 
     def __init__(self, loss: Loss, distillation: Distillation) -> None:
@@ -83,7 +84,7 @@ class DistilledLoss(Loss):
 
     @paddle.no_grad()
     def before_forward(self, images_B3HW: Tensor) -> None:
-        """Asks the teacher, which normalises images in its own way."""
+        """Runs the teacher, which normalises images in its own way."""
         teacher = self.distillation.teacher
         self._taught = teacher(teacher.normalize(images_B3HW))
 
@@ -101,7 +102,7 @@ class DistilledLoss(Loss):
         step: int,
         global_normalizers: Tensor | None = None,
     ) -> LossOutput:
-        """The loss of a micro-batch with the teacher's part; see `Loss.distil`."""
+        """Computes the loss of a micro-batch with the teacher's terms; see `Loss.distil`."""
         output = self._loss(outputs, boxes_BM4, labels_BM, mask_BM, step, global_normalizers)
         taught, self._taught = self._taught, None
         teaching = self.distillation.teaching
@@ -109,7 +110,10 @@ class DistilledLoss(Loss):
 
 
 class Adapters(nn.Layer):
-    """Features of the student at the teacher's widths; the student's sublayer `distillation`."""
+    """1x1 convolutions that give the student's features the teacher's widths.
+
+    They are the student's sublayer `distillation`.
+    """
 
     def __init__(self, compared: list[int], widths: list[int], targets: list[int]) -> None:
         """
@@ -133,10 +137,10 @@ class Adapters(nn.Layer):
 
 
 class Unchanged(nn.Layer):
-    """Passes features on unchanged: a teacher's."""
+    """Passes on the teacher's features unchanged."""
 
     def __init__(self, compared: list[int] | None = None) -> None:
-        """Args: compared: of these levels alone."""
+        """Args: compared: indices of the levels that are passed on; None: all."""
         super().__init__()
         self.compared = compared
 
@@ -165,7 +169,7 @@ def build_distillation(
     source, teacher = comm.run_on_all_ranks(
         lambda: read_teacher(Path(config.teacher), section, student, class_names)
     )
-    teaching = _teaching_of(config)
+    teaching = _build_teaching(config)
     size, ratio = teacher.parameter_count(), teacher.parameter_count() / student.parameter_count()
     terms = ", ".join(name for name, term in teaching._asdict().items() if term)
     about = (
@@ -180,15 +184,16 @@ def build_distillation(
     for parameter in teacher.parameters():
         parameter.stop_gradient = True
     if teaching.features:
-        ours, theirs = _feature_maps(student), _feature_maps(teacher)
-        cells = [each for each in ours if each in theirs]  # a D-FINE n lacks the finest level
+        student_cells, teacher_cells = _measure_features(student), _measure_features(teacher)
+        # Not every level: a D-FINE n lacks the finest.
+        cells = [cell for cell in student_cells if cell in teacher_cells]
         if not cells:
-            raise _nothing_to_compare("student and teacher have no features of the same stride")
-        teacher.distillation = Unchanged([[*theirs].index(each) for each in cells])
+            raise _make_features_error("student and teacher have no features of the same stride")
+        teacher.distillation = Unchanged([[*teacher_cells].index(cell) for cell in cells])
         paddle.seed(seed)
         student.distillation = Adapters(
-            [[*ours].index(each) for each in cells],
-            *([of[each] for each in cells] for of in (ours, theirs)),
+            [[*student_cells].index(cell) for cell in cells],
+            *([channels[cell] for cell in cells] for channels in (student_cells, teacher_cells)),
         )
         if fast:
             use_onednn(student.distillation)
@@ -198,7 +203,7 @@ def build_distillation(
 def read_teacher(
     path: Path, section: Any, student: Detector, class_names: Sequence[str] = ()
 ) -> tuple[Path, Detector]:
-    """Finds the checkpoint that a path means, and builds its detector with EMA weights.
+    """Finds the checkpoint at a path, and builds its detector with EMA weights.
 
     Its classes are put into the student's order by their names.
 
@@ -216,7 +221,7 @@ def read_teacher(
                 "output_dir"
             ),
         )
-    theirs = parse_config(source / "config.yml", (), Trained).model
+    teacher_config = parse_config(source / "config.yml", (), Trained).model
 
     def refuse(what: str, of_teacher: Any, of_student: Any) -> ConfigError:
         return ConfigError(
@@ -226,11 +231,11 @@ def read_teacher(
             fix="give a teacher trained with the same",
         )
 
-    if theirs.name != section.name:
-        raise refuse("its model.name is", theirs.name, section.name)
-    if theirs.num_classes != section.num_classes:
-        raise refuse("its model.num_classes is", theirs.num_classes, section.num_classes)
-    teacher = build_model(theirs)
+    if teacher_config.name != section.name:
+        raise refuse("its model.name is", teacher_config.name, section.name)
+    if teacher_config.num_classes != section.num_classes:
+        raise refuse("its model.num_classes is", teacher_config.num_classes, section.num_classes)
+    teacher = build_model(teacher_config)
     assert isinstance(teacher, Detector), "the configuration refuses classifiers"
     if teacher.strides != student.strides:
         raise refuse("its levels have the strides", teacher.strides, student.strides)
@@ -241,8 +246,8 @@ def read_teacher(
     return source, teacher
 
 
-def _teaching_of(config: DistillConfig) -> Teaching:
-    """The terms of the distillation loss, for `Loss.distil`."""
+def _build_teaching(config: DistillConfig) -> Teaching:
+    """Builds the terms of the distillation loss, for `Loss.distil`."""
 
     def term(
         config: LogitsConfig | FeaturesConfig | BoxesConfig | None, temperature: float
@@ -257,25 +262,26 @@ def _teaching_of(config: DistillConfig) -> Teaching:
 
 
 @paddle.no_grad()
-def _feature_maps(model: Detector) -> dict[tuple[int, int], int]:
-    """Channels of the neck's levels, by (height, width) in cells.
+def _measure_features(model: Detector) -> dict[tuple[int, int], int]:
+    """Measures the channels of the neck's levels, by (height, width) in cells.
 
-    Measured by a forward pass of a black image.
-    Raises: ConfigError: its outputs have none.
+    It runs a black image through the model.
+
+    Raises: ConfigError: the model's outputs have no features.
     """
     before, model.distillation, training = model.distillation, Unchanged(), model.training
     model.eval()
     size = model.size_multiple
-    found = getattr(model(paddle.zeros([1, 3, size, size])), "features", ())
+    features = getattr(model(paddle.zeros([1, 3, size, size])), "features", ())
     model.distillation = before
     if training:
         model.train()
-    if not found:
-        raise _nothing_to_compare("this detector gives no features to compare")
-    return {(each.shape[2], each.shape[3]): each.shape[1] for each in found}
+    if not features:
+        raise _make_features_error("this detector gives no features to compare")
+    return {(level.shape[2], level.shape[3]): level.shape[1] for level in features}
 
 
-def _nothing_to_compare(what: str) -> ConfigError:
+def _make_features_error(what: str) -> ConfigError:
     return ConfigError(
         what, code="teacher_unsuitable", where="distill.features", fix="set it to null"
     )

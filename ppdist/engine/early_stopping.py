@@ -15,10 +15,7 @@ _LOWER_IS_BETTER = ("val_loss",)
 
 @dataclass(frozen=True)
 class EarlyStoppingState:
-    """Tracks how long a run has not improved.
-
-    Its fields are those stored in checkpoints.
-    """
+    """The record of how long a run has not improved, as checkpoints hold it."""
 
     metric: str
     best: float | None = None  # None: nothing was measured yet
@@ -37,7 +34,7 @@ class EarlyStopping:
     def updated(
         self, state: EarlyStoppingState | None, step: int, metrics: Mapping[str, float]
     ) -> EarlyStoppingState:
-        """The state after an evaluation.
+        """Returns the state after an evaluation.
 
         Args:
             state: before it; None: this is the first.  Another metric resets it.
@@ -53,7 +50,7 @@ class EarlyStopping:
         return replace(state, in_vain=state.in_vain + 1)
 
     def reason(self, state: EarlyStoppingState | None) -> str:
-        """Why to stop here, in words; "": there is no reason."""
+        """Explains why the run should stop here; "": it should go on."""
         if state is None or state.metric != self._metric or state.in_vain < self._patience:
             return ""
         if state.best is None:
@@ -67,13 +64,13 @@ class EarlyStopping:
 
 @dataclass
 class LossCurves:
-    """Training loss beside validation loss; its fields are those in checkpoints.
+    """Training and validation losses of each evaluation, as checkpoints hold them.
 
     Attributes:
         pairs: of each evaluation, the mean training loss since the one before, and the validation
             loss.
-        summed, steps: of the training loss since the last evaluation.
-        warned: the warning comes once.
+        summed, steps: sum of the training loss since the last evaluation, and its steps.
+        warned: the warning was given; it comes once.
     """
 
     pairs: tuple[tuple[float, float], ...] = ()
@@ -94,13 +91,13 @@ class LossCurves:
         if self.steps and math.isfinite(val_loss):
             self.pairs = (*self.pairs, (self.summed / self.steps, val_loss))
         self.summed, self.steps = 0.0, 0
-        found = None if self.warned else over_fitting(self.pairs)
-        if found is None:
+        finding = None if self.warned else over_fitting(self.pairs)
+        if finding is None:
             return ""
         self.warned = True
         return (
-            f"over-fitting: in the last {found.ago} evaluations the validation loss rose from "
-            f"{found.val_then:.4g} to {found.val_now:.4g} while the training loss fell from "
-            f"{found.train_then:.4g} to {found.train_now:.4g} (medians of {found.window}); use "
-            f"more images, stronger data.augment, a smaller model or early_stopping"
+            f"over-fitting: in the last {finding.ago} evaluations the validation loss rose from "
+            f"{finding.val_then:.4g} to {finding.val_now:.4g} while the training loss fell from "
+            f"{finding.train_then:.4g} to {finding.train_now:.4g} (medians of {finding.window}); "
+            f"use more images, stronger data.augment, a smaller model or early_stopping"
         )

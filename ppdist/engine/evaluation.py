@@ -19,12 +19,12 @@ _LOGGER = logging.getLogger("ppdist.engine")
 
 
 class Evaluations:
-    """When a run is evaluated, on what, and what it does about the results.
+    """The evaluations of a run: their interval, their model, and their consequences.
 
     Attributes:
         evaluator: of this rank's share of the validation set; None: the run is not evaluated.
-        model: a second model that takes the averaged weights; any where there is no evaluator.
-        every: steps from one to the next.
+        model: a second model that takes the averaged weights; any model without an evaluator.
+        every: steps from one evaluation to the next.
         early_stopping: None: the run goes to its last step.
     """
 
@@ -48,7 +48,7 @@ class Evaluations:
             self.early_stopping = EarlyStopping(stopping, self._metric) if stopping else None
 
     def is_due(self, step: int) -> bool:
-        """Whether the step is one after which the run is evaluated; the last is, in any case."""
+        """Returns True if an evaluation is due after this step; the trainer adds the last step."""
         return step % self.every == 0
 
     def abort_waits(self) -> None:
@@ -57,7 +57,7 @@ class Evaluations:
             self.evaluator.abort_waits()
 
     def reason_to_end(self, state: TrainState) -> str:
-        """Reason to end before the last step, the same on every rank; "": there is none."""
+        """Explains why the run should end before its last step, alike on every rank; "": go on."""
         rule = self.early_stopping
         return "" if rule is None else rule.reason(state.early_stopping)
 
@@ -71,9 +71,11 @@ class Evaluations:
     def measure(
         self, train_step: TrainStep, step: int, stop: StopRequest
     ) -> dict[str, float] | None:
-        """Evaluates, once more if that fails; None: both failed.  Collective.
+        """Evaluates the averaged weights, and retries once after a failure.  Collective.
 
         Training continues whatever fails here: evaluation has its own model.
+
+        Returns: the metrics; None: both attempts failed.
         Raises: EvaluationStopped, on every rank: one was asked to stop.
         """
         assert self.evaluator is not None, "there is nothing to measure"
@@ -93,17 +95,18 @@ class Evaluations:
         return None
 
     def learn(self, state: TrainState, metrics: dict[str, float]) -> bool:
-        """Notes in `state` what an evaluation says; returns whether it is the best.
+        """Records the results of an evaluation in `state`; returns True if it is the best so far.
 
         Args: metrics: the same on every rank.
         """
         assert self.evaluator is not None, "there is nothing to learn from"
         state.evaluated_step = state.step
-        # Without any hit a threshold is as good as another; a classifier has none.
+        # Without a single match every threshold has the same F1 of 0; a classifier has none.
         has_threshold = metrics.get("f1", 0.0) > 0
         state.best_f1_threshold = metrics["best_f1_threshold"] if has_threshold else None
         if self.is_due(state.step):
-            # Not at an end in mid-epoch: a resumed or longer run has no evaluation there.
+            # Not if the run ends in mid-epoch: a longer run has no evaluation at that step, so an
+            # extended one must not stop early, or draw images, by it.
             state.class_scores = self.evaluator.class_scores(metrics)
             if self.early_stopping:
                 state.early_stopping = self.early_stopping.updated(

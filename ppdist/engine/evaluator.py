@@ -55,7 +55,7 @@ class Batches(Protocol):
 
 
 class PlannedBatches(Protocol):
-    """Which images a rank evaluates, and what is to be learned of them: an EvalLoader."""
+    """The images that a rank evaluates, and their training targets: an EvalLoader."""
 
     @property
     def plan(self) -> Iterable[Sequence[SampleKey]]: ...
@@ -66,7 +66,7 @@ class PlannedBatches(Protocol):
 
 
 class Observer(Protocol):
-    """Looks on while this rank's images are evaluated; it draws them, for instance."""
+    """An observer of this rank's evaluated images; it draws them, for instance."""
 
     def begin(self) -> None:
         """Called before the first batch of each evaluation."""
@@ -75,7 +75,7 @@ class Observer(Protocol):
         """Called with each batch that has an image.
 
         Args: results: of a detector, rows and counts as `detect` returns them; of a classifier, the
-            `Ranking` of the images that are no padding.
+            `Ranking` of the images without padding.
         """
 
 
@@ -111,14 +111,14 @@ class ValidationLoss:
         """
         self._step, self.sums = max(0, step - 1), {}
         if not self._counted:  # once: set, input sizes and anchors do not change
-            counts_W = evaluate_on_all_ranks(self._counts, say=lambda counts: counts).said_W
-            totals = [sum(each) for each in zip(*filter(None, counts_W))]
+            counts_W = evaluate_on_all_ranks(self._count_targets, say=lambda counts: counts).said_W
+            totals = [sum(counts) for counts in zip(*filter(None, counts_W))]
             if totals:
                 self._global_normalizers = paddle.to_tensor(totals, dtype="float32")
             self._counted = True
 
-    def _counts(self) -> list[float]:
-        """Local normalizers summed over this rank's targets; [] if none."""
+    def _count_targets(self) -> list[float]:
+        """Sums the loss's local normalizers over this rank's targets; []: it has none."""
         summed: paddle.Tensor | None = None
         for planned in self._loader.plan:
             keys = [key for key in planned if key.index not in self._unreadable]
@@ -129,7 +129,7 @@ class ValidationLoss:
             if count is None:
                 return []
             summed = count if summed is None else summed + count
-        return [] if summed is None else [float(each) for each in summed.numpy()]
+        return [] if summed is None else [float(value) for value in summed.numpy()]
 
     @paddle.no_grad()
     def add(self, outputs: Any, batch: Batch) -> None:
@@ -139,43 +139,44 @@ class ValidationLoss:
         assert min(indices) >= 0, "EvalSamples pads no batch that has an image"
         keys = [SampleKey(0, index, height, width) for index in indices]
         truth = self._loader.learnable(keys)
-        found = self._loss(outputs, *truth, self._step, self._global_normalizers)
-        terms = {"normalizer": found.normalizer, "loss": found.total, **found.parts}
+        output = self._loss(outputs, *truth, self._step, self._global_normalizers)
+        terms = {"normalizer": output.normalizer, "loss": output.total, **output.parts}
         for name, value in terms.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
 
 
-def normalised(sums_W: list[dict[str, float]]) -> dict[str, float]:
-    """`val_loss` and `val_loss_<part>`; the sums of a rank without images are empty."""
-    whole: dict[str, float] = {}
+def normalise_losses(sums_W: list[dict[str, float]]) -> dict[str, float]:
+    """Divides the sums of all ranks by the normalizer.
+
+    Args: sums_W: by name, of each rank; empty for a rank without images.
+    Returns: `val_loss` and `val_loss_<part>`.
+    """
+    totals: dict[str, float] = {}
     for sums in sums_W:
         for name, value in sums.items():
-            whole[name] = whole.get(name, 0.0) + value
-    divisor = max(1.0, whole.pop("normalizer"))
+            totals[name] = totals.get(name, 0.0) + value
+    divisor = max(1.0, totals.pop("normalizer"))
     # A part that is not a loss (a classifier's train_top1) is already a metric.
-    losses = {name: value / divisor for name, value in whole.items() if name.startswith("loss")}
+    losses = {name: value / divisor for name, value in totals.items() if name.startswith("loss")}
     return {f"val_{name}": value for name, value in losses.items()}
 
 
-Found = TypeVar("Found")
+Results = TypeVar("Results")
 
 
 class _Share(NamedTuple):
-    """Results of one rank's images.
-
-    Rows, and (position, reason) of unreadable images.
-    """
+    """Results of one rank's images: rows, and (position, reason) of unreadable images."""
 
     rows_RX: np.ndarray
     unreadable: list[tuple[int, str]]
 
 
-class DatasetEvaluator(ABC, Generic[Found]):
-    """Runs a model over a set; subclasses define results and metrics.
+class DatasetEvaluator(ABC, Generic[Results]):
+    """Base of evaluators, which run a model over a set; subclasses define results and metrics.
 
     Attributes:
         headline: names of metrics for the log; by default the first selects the best checkpoint.
-        metrics: names of what `measure` returns.
+        metrics: names of the numbers that `measure` returns.
         images: in the whole set.
         scored: the set, without images that the last evaluation could not read.
         results: of the last `evaluate`, of all ranks; on rank 0 only.
@@ -183,7 +184,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
 
     headline: tuple[str, ...]
     metrics: tuple[str, ...]
-    results: Found
+    results: Results
 
     def __init__(
         self,
@@ -198,27 +199,27 @@ class DatasetEvaluator(ABC, Generic[Found]):
             dataset: the whole set, the same on every rank.
             loader: iterates over this rank's share; `image_index_B` is the position in
                 `dataset.records`, or -1 for padding.
-            observer: looks on; None: nobody does.
+            observer: called with each batch; None: no observer.
             loss: measured by `evaluate`, too; None: no loss.
         """
         self.images = len(dataset.records)
         self._dataset = self.scored = dataset
         self._loader = loader
-        self._told = set(dataset.unreadable)  # already reported by the check
+        self._reported = set(dataset.unreadable)  # already reported by the check
         self._observer = observer
         self._loss = loss
 
     def evaluate(
         self, model: ImageModel, stopped: Callable[[], bool] = _never, step: int = 0
     ) -> dict[str, float]:
-        """Metrics of the model, the same on every rank.  Collective.
+        """Measures the metrics of a model, the same on every rank.  Collective.
 
         Rank 0 computes them while the others wait.  Restores the mode (train or eval) of every
         layer.
 
         Args:
             model: the model itself, not its data-parallel wrapper.
-            stopped: whether this rank was asked to stop; called after each batch.
+            stopped: returns True if this rank was asked to stop; called after each batch.
             step: optimizer steps done, on which the loss depends.
         Returns: the result of `measure`; with a loss `val_loss` and `val_loss_<part>`; and
             `eval_seconds` (rank 0's wall time).
@@ -227,13 +228,13 @@ class DatasetEvaluator(ABC, Generic[Found]):
         began = time.monotonic()
         if self._loss is not None:
             self._loss.begin(step)
-        found, losses = self._over_ranks(model, stopped, self._loss)
+        results, losses = self._predict_on_all_ranks(model, stopped, self._loss)
 
         def measure() -> dict[str, float]:
             if not comm.is_main():
                 return {}
-            self.results = found
-            return {**self.measure(found), **losses, "eval_seconds": time.monotonic() - began}
+            self.results = results
+            return {**self.measure(results), **losses, "eval_seconds": time.monotonic() - began}
 
         return evaluate_on_all_ranks(measure, say=lambda metrics: metrics).said_W[0]
 
@@ -241,22 +242,22 @@ class DatasetEvaluator(ABC, Generic[Found]):
         """Stops waiting for unavailable images because the run ends soon.  Local."""
         self._loader.abort_waits()
 
-    def predict(self, model: ImageModel, stopped: Callable[[], bool] = _never) -> Found:
-        """Predictions of a model for the whole set, on every rank.  Collective.
+    def predict(self, model: ImageModel, stopped: Callable[[], bool] = _never) -> Results:
+        """Predicts the whole set, and gives every rank the results of all ranks.  Collective.
 
         Args: stopped: see `evaluate`.
         Raises: RuntimeError: an image was seen twice or not at all.  EvaluationStopped.
             EvaluationFailed.
         """
-        return self._over_ranks(model, stopped, None)[0]
+        return self._predict_on_all_ranks(model, stopped, None)[0]
 
-    def measure(self, found: Found) -> dict[str, float]:
+    def measure(self, results: Results) -> dict[str, float]:
         """Computes the metrics of `predict`'s results.  Local.
 
-        They include `left_out_images` if images are unreadable, and `duplicate_boxes` if boxes
-        repeat others and do not count.
+        They include `left_out_images` if images are unreadable, and `duplicate_boxes` if some
+        annotated boxes repeat others; these do not count.
         """
-        metrics = self._measure(found)
+        metrics = self._measure(results)
         counts = {
             "left_out_images": len(scored_images(self.scored)["left_out"]),
             "duplicate_boxes": count_duplicates(self.scored),
@@ -264,62 +265,65 @@ class DatasetEvaluator(ABC, Generic[Found]):
         return metrics | {name: count for name, count in counts.items() if count}
 
     @abstractmethod
-    def _measure(self, found: Found) -> dict[str, float]:
-        """Computes only the metrics."""
+    def _measure(self, results: Results) -> dict[str, float]:
+        """Computes the metrics alone, without the counts that `measure` adds."""
 
     @abstractmethod
     def class_scores(self, metrics: dict[str, float]) -> list[float | None] | None:
-        """Score of each class; None: no scores.
+        """Returns the score of each class; None: there are no scores.
 
         A class without objects in the set scores None.
         """
 
     @abstractmethod
-    def save(self, path: Path, found: Found) -> None:
+    def save(self, path: Path, results: Results) -> None:
         """Writes the results of `predict`."""
 
-    def _over_ranks(
+    def _predict_on_all_ranks(
         self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
-    ) -> tuple[Found, dict[str, float]]:
-        """Result of `predict`, and the losses.  Collective."""
+    ) -> tuple[Results, dict[str, float]]:
+        """Returns the result of `predict`, and the losses.  Collective."""
         share = evaluate_on_all_ranks(
-            lambda: self._share(model, stopped, loss),
+            lambda: self._evaluate_share(model, stopped, loss),
             say=lambda share: (share.unreadable, {} if loss is None else loss.sums),
         )
         rows_RX = comm.all_gather_rows(share.value.rows_RX)
         rows_RX = rows_RX[np.argsort(rows_RX[:, 0], kind="stable")]
         if _STOPPED in rows_RX[:1, 0]:
             raise EvaluationStopped
-        self._leave_out([each for unreadable, _ in share.said_W for each in unreadable])
+        self._leave_out([image for unreadable, _ in share.said_W for image in unreadable])
         sums_W = [sums for _, sums in share.said_W]
-        return self._found_in(rows_RX), {} if loss is None else normalised(sums_W)
+        return self._parse_rows(rows_RX), {} if loss is None else normalise_losses(sums_W)
 
     def _leave_out(self, unreadable: list[tuple[int, str]]) -> None:
         """Excludes these images from the score from now on.
 
         Raises: DataError: no image is left.
         """
-        self.scored = replace(self._dataset, unreadable={at: why for at, why in unreadable})
-        told = left_out_line(scored_images(self.scored))
+        self.scored = replace(
+            self._dataset, unreadable={position: reason for position, reason in unreadable}
+        )
+        warning = left_out_line(scored_images(self.scored))
         if unreadable and len(unreadable) == len(self._dataset.records):
             raise DataError(
-                told,
+                warning,
                 code="no_good_image",
                 where=self._dataset.source,
                 fix="check these images, or choose another split",
             )
-        if told and self.scored.unreadable.keys() != self._told and comm.is_main():
-            _LOGGER.warning(told)
-        self._told = set(self.scored.unreadable)
+        if warning and self.scored.unreadable.keys() != self._reported and comm.is_main():
+            _LOGGER.warning(warning)
+        self._reported = set(self.scored.unreadable)
 
-    def _share(
+    def _evaluate_share(
         self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
     ) -> "_Share":
-        """Results of this rank's images.
+        """Runs the model over this rank's images.
 
-        After a signal they include a row at position _STOPPED.
+        After a stop request the rows end with one at position _STOPPED, so that all ranks hear of
+        it in the next exchange.
         """
-        nothing = self._no_rows()
+        nothing = self._make_empty_rows()
         rows, unreadable = [nothing], dict[int, str]()
         if self._observer is not None:
             self._observer.begin()
@@ -330,7 +334,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
                 unreadable |= batch.bad_images
                 images = int((batch.image_index_B.numpy() >= 0).sum())
                 if images:
-                    outputs, rows_RX, results = self._rows_of(model, batch)
+                    outputs, rows_RX, results = self._predict_rows(model, batch)
                     rows.append(rows_RX)
                     if self._observer is not None:
                         self._observer.add(batch, results)
@@ -343,21 +347,22 @@ class DatasetEvaluator(ABC, Generic[Found]):
         return _Share(np.concatenate(rows), list(unreadable.items()))
 
     @abstractmethod
-    def _no_rows(self) -> np.ndarray:
-        """Empty rows [0, X], of the type of `_rows_of`."""
+    def _make_empty_rows(self) -> np.ndarray:
+        """Returns empty rows [0, X], of the dtype of `_predict_rows`."""
 
     @abstractmethod
-    def _rows_of(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray, Any]:
-        """Raw outputs in eval mode, rows of the batch without padding, results for an observer.
+    def _predict_rows(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray, Any]:
+        """Predicts one batch.
 
-        Returns: rows: [R, X], the position in dataset.records in front.
+        Returns: raw outputs in eval mode; rows [R, X] without padding images, whose first column is
+            the position in dataset.records; results for an observer.
         """
 
     @abstractmethod
-    def _found_in(self, rows_RX: np.ndarray) -> Found:
-        """Result of `predict`, from the rows of all ranks, ordered by position."""
+    def _parse_rows(self, rows_RX: np.ndarray) -> Results:
+        """Turns the rows of all ranks, ordered by position, into the result of `predict`."""
 
-    def _check_each_once(self, seen_S: np.ndarray) -> None:
+    def _check_completeness(self, seen_S: np.ndarray) -> None:
         """Checks that every image occurs once.
 
         Raises: RuntimeError: an image is missing or repeated.
@@ -374,7 +379,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
 
 
 class Evaluator(DatasetEvaluator[np.ndarray]):
-    """Runs a detector over a set.
+    """An evaluator of detectors.
 
     Results are float32 [R, 7], (position in dataset.records, class, score, x1, y1, x2, y2) in
     pixels of the original image, ordered by position.
@@ -395,47 +400,51 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
         """
         Args:
             nms: its `candidates` and `keep` bound the time of an untrained model, too.
-            max_detections: scored per class and image.
+            max_detections: how many are scored per class and image.
         """
         super().__init__(dataset, loader, observer=observer, loss=loss)
         self.metrics = (*metric_names(dataset.class_names), "fitness")
         self._sizes_wh_N2 = np.array([(r.width, r.height) for r in dataset.records], np.float32)
-        self._nms, self._most = nms, max_detections
+        self._nms, self._max_detections = nms, max_detections
 
-    def _measure(self, found: np.ndarray) -> dict[str, float]:
-        """See `ppdist.metrics.coco.evaluate_boxes`; and `fitness`."""
-        metrics = evaluate_boxes(self.scored, found, self._most)
+    def _measure(self, results: np.ndarray) -> dict[str, float]:
+        """Computes the metrics of `ppdist.metrics.coco.evaluate_boxes`, and `fitness`."""
+        metrics = evaluate_boxes(self.scored, results, self._max_detections)
         return {**metrics, "fitness": fitness(metrics)}
 
     def class_scores(self, metrics: dict[str, float]) -> list[float | None]:
-        """AP of each class; None where the set has no object."""
+        """Returns the AP of each class; None where the set has no object."""
         scores = [metrics[f"AP/{name}"] for name in self._dataset.class_names]
         return [score if score >= 0 else None for score in scores]
 
-    def save(self, path: Path, found: np.ndarray) -> None:
-        """See `ppdist.metrics.coco.write_detections`."""
-        write_detections(path, self._dataset, found)
+    def save(self, path: Path, results: np.ndarray) -> None:
+        """Writes detections as COCO results; see `ppdist.metrics.coco.write_detections`."""
+        write_detections(path, self._dataset, results)
 
-    def _no_rows(self) -> np.ndarray:
+    def _make_empty_rows(self) -> np.ndarray:
         return np.zeros((0, 7), np.float32)
 
-    def _rows_of(self, model: Detector, batch: Batch) -> tuple[Any, np.ndarray, Any]:
-        """Adds a row of class _SEEN for each image.
+    def _predict_rows(self, model: Detector, batch: Batch) -> tuple[Any, np.ndarray, Any]:
+        """Predicts one batch, and adds a row of class _SEEN for each image.
 
-        Otherwise images without detections would be missing.
+        Without it, images without detections would be missing.
         """
         outputs, rows_R6, count_B = detect(model, batch.images_B3HW, self._nms)
         indices_B = batch.image_index_B.numpy()
         seen_S = indices_B[indices_B >= 0]
         seen_S7 = np.zeros((len(seen_S), 7), np.float32)
         seen_S7[:, 0], seen_S7[:, 1] = seen_S, _SEEN
-        boxes_R7 = self._in_original_pixels(batch, rows_R6, count_B)
+        boxes_R7 = self._to_original_pixels(batch, rows_R6, count_B)
         return outputs, np.concatenate([boxes_R7, seen_S7]), (rows_R6, count_B)
 
-    def _in_original_pixels(
+    def _to_original_pixels(
         self, batch: Batch, rows_R6: np.ndarray, count_B: np.ndarray
     ) -> np.ndarray:
-        """Rows [R, 7] with the image's position in front, without padding images."""
+        """Scales boxes to pixels of the original images, and drops padding images.
+
+        Args: rows_R6, count_B: see `detect`.
+        Returns: [R, 7], the image's position in front.
+        """
         position_R = np.repeat(np.arange(len(count_B)), count_B)
         index_R = batch.image_index_B.numpy()[position_R]
         scale_yx_R2 = batch.scale_B2.numpy()[position_R]
@@ -446,20 +455,20 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
         rows_R7 = np.concatenate([index_R[:, None], rows_R6[:, :2], boxes_R4], axis=1)
         return rows_R7[index_R >= 0].astype(np.float32)  # positions below 2**24 stay exact
 
-    def _found_in(self, rows_RX: np.ndarray) -> np.ndarray:
+    def _parse_rows(self, rows_RX: np.ndarray) -> np.ndarray:
         seen_R = rows_RX[:, 1] == _SEEN
-        self._check_each_once(rows_RX[seen_R, 0])
+        self._check_completeness(rows_RX[seen_R, 0])
         return rows_RX[~seen_R]
 
 
 def detect(
     model: Detector, images_B3HW: paddle.Tensor, nms: NMSConfig
 ) -> tuple[Any, np.ndarray, np.ndarray]:
-    """Detections of one batch by a model in eval mode.
+    """Detects the objects of one batch with a model in eval mode.
 
     Args: images_B3HW: uint8 RGB.
     Returns: raw outputs of the model; float32 [R, 6] rows (class, score, x1, y1, x2, y2) in input
-        pixels, image after image; and int64 [B], how many rows each image has.
+        pixels, image after image; and int64 [B], the number of rows of each image.
     """
     with paddle.no_grad():
         outputs = model(model.normalize(images_B3HW))
@@ -469,39 +478,44 @@ def detect(
 
 
 class ClassificationEvaluator(DatasetEvaluator[Ranking]):
-    """Evaluates a classifier; finds the most probable classes of each image.
+    """An evaluator of classifiers, which finds the most probable classes of each image.
 
     Results are in the set's order.  `labels_BM[:, 0]` of the loader's batches is the true class.
     """
 
     headline = metrics = CLASSIFICATION_METRICS
 
-    def _measure(self, found: Ranking) -> dict[str, float]:
-        """See `ppdist.metrics.classification.accuracy`."""
-        return accuracy(found)
+    def _measure(self, results: Ranking) -> dict[str, float]:
+        """Computes the metrics of `ppdist.metrics.classification.accuracy`."""
+        return accuracy(results)
 
     def class_scores(self, metrics: dict[str, float]) -> None:
-        """None: accuracy is measured over all classes together."""
+        """Returns None: accuracy is measured over all classes together."""
 
-    def save(self, path: Path, found: Ranking) -> None:
-        """See `ppdist.metrics.classification.write_ranking`."""
-        write_ranking(path, self._dataset, found)
+    def save(self, path: Path, results: Ranking) -> None:
+        """Writes the ranking; see `ppdist.metrics.classification.write_ranking`."""
+        write_ranking(path, self._dataset, results)
 
-    def _no_rows(self) -> np.ndarray:
-        kept = min(BEST, len(self._dataset.class_names))
-        return np.zeros((0, 2 + 2 * kept), np.float64)
+    def _make_empty_rows(self) -> np.ndarray:
+        columns = min(BEST, len(self._dataset.class_names))
+        return np.zeros((0, 2 + 2 * columns), np.float64)
 
-    def _rows_of(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray, Ranking]:
-        """Columns: position, rank of the true class, top classes, their scores."""
+    def _predict_rows(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray, Ranking]:
+        """Classifies one batch; columns: position, rank of the true class, top classes, scores."""
         outputs, probabilities_BC = classify(model, batch.images_B3HW)
         index_B, label_B = batch.image_index_B.numpy(), batch.labels_BM[:, 0].numpy()
         real_B = index_B >= 0
-        found = rank(probabilities_BC[real_B], label_B[real_B], index_B[real_B])
-        columns = [found.index_N[:, None], found.place_N[:, None], found.labels_NK, found.scores_NK]
-        return outputs, np.concatenate(columns, axis=1).astype(np.float64), found
+        ranking = rank(probabilities_BC[real_B], label_B[real_B], index_B[real_B])
+        columns = [
+            ranking.index_N[:, None],
+            ranking.place_N[:, None],
+            ranking.labels_NK,
+            ranking.scores_NK,
+        ]
+        return outputs, np.concatenate(columns, axis=1).astype(np.float64), ranking
 
-    def _found_in(self, rows_RX: np.ndarray) -> Ranking:
-        self._check_each_once(rows_RX[:, 0])
+    def _parse_rows(self, rows_RX: np.ndarray) -> Ranking:
+        self._check_completeness(rows_RX[:, 0])
         index_N, place_N = rows_RX[:, :2].astype(np.int64).T
         labels_NK, scores_NK = np.split(rows_RX[:, 2:], 2, axis=1)
         return Ranking(index_N, place_N, labels_NK.astype(np.int64), scores_NK.astype(np.float32))
@@ -509,9 +523,10 @@ class ClassificationEvaluator(DatasetEvaluator[Ranking]):
 
 @paddle.no_grad()
 def classify(model: ImageModel, images_B3HW: paddle.Tensor) -> tuple[Any, np.ndarray]:
-    """Raw outputs and probabilities_BC of a model in eval mode.
+    """Classifies images with a model in eval mode.
 
     Args: images_B3HW: RGB, 0..255.
+    Returns: raw outputs; probabilities_BC.
     """
     outputs = model(model.normalize(images_B3HW))
     return outputs, model.decode(outputs).numpy()

@@ -35,15 +35,15 @@ from ppdist.optim.lr_scheduler import LearningRates
 
 @dataclass(frozen=True)
 class Job:
-    """What the process measures, as JSON holds it."""
+    """The order for a measurement, as in job.json."""
 
     config: dict[str, Any]  # of the run
     batches: list[int]  # images of a micro-batch, ascending
-    micro_batches: int  # of a step, 1 or 2: gradients of the second are added to others
+    micro_batches: int  # of a step, 1 or 2: the second adds its gradients to those of the first
     objects: int  # padded boxes of an image
     images: int  # of an epoch
     several_ranks: bool  # then gradients are copied once, to be sent
-    limits: dict[str, int]  # by kind; it stops before a batch that would need more
+    limits: dict[str, int]  # bytes by kind; the process stops before a batch that needs more
 
 
 def main() -> None:
@@ -98,18 +98,21 @@ def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[s
     passes = [(by_area[-1], 0), (by_area[-1], last)]
     if len(by_area) > 1:  # the memory that other sizes leave does not always fit the largest
         passes += [(by_area[0], last), (by_area[-1], last)]
-    kept = None
+    snapshots = None
     for batch in job.batches:
         for size, number in passes:
             drawn = _batches(batch, job.objects, size, config.model.num_classes)
             step(islice(drawn, job.micro_batches), number, rates, Clock())
-            if kept is None:  # one to roll back to, one being written, beside later steps
-                kept = [capture_state(step, TrainState(), schedule) for _ in range(2)]
+            if snapshots is None:  # one to roll back to, one being written, beside later steps
+                snapshots = [capture_state(step, TrainState(), schedule) for _ in range(2)]
         yield {kind: used + sent for kind, used in meter.peak().items()}
 
 
 def _batches(batch: int, objects: int, size: tuple[int, int], classes: int) -> Iterator[Batch]:
-    """Images of noise with as many objects as there can be."""
+    """Yields batches of noise images with the largest number of objects.
+
+    Args: size: (height, width) in pixels.
+    """
     height, width = size
     draw = np.random.default_rng(0)
     corner_BM2 = draw.uniform(0, 0.5, (batch, objects, 2))

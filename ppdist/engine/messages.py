@@ -1,4 +1,4 @@
-"""What the user is told at the start of a run: messages of all its parts, then what run it is."""
+"""Messages at the start of a run: warnings and details of its parts, and its headlines."""
 
 import math
 from collections.abc import Iterable
@@ -20,9 +20,9 @@ _NAMES = 3  # classes that are named
 
 
 class About(IntEnum):
-    """What a message is about, in the order in which they are told."""
+    """Subjects of messages, in the order in which warnings are shown."""
 
-    IMAGES = 0  # what the check of the images found
+    IMAGES = 0  # from the check of the images
     MACHINE = 1  # preflight, and the lock of the output folder
     START = 2  # the checkpoint that the run continues
     RUN = 3  # model, data and configuration
@@ -30,7 +30,7 @@ class About(IntEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """A line for the log; `warns`: on the console, too."""
+    """A line for the log; if `warns`, for the console as well."""
 
     text: str
     about: About
@@ -52,12 +52,12 @@ class Messages:
         self._all += [Message(text, About.RUN, False) for text in texts]
 
     def warnings(self, first: About = About.IMAGES) -> list[str]:
-        """Texts of the warnings in order, from those about `first` on."""
+        """Returns the texts of the warnings in order, from those about `first` on."""
         ordered = sorted(self._all, key=lambda message: message.about)
         return [message.text for message in ordered if message.warns and message.about >= first]
 
     def write(self, log: RunLog) -> None:
-        """Writes all to the log of the run: warnings first."""
+        """Writes all messages to the log of the run: warnings first."""
         for text in self.warnings():
             log.warning(text)
         for message in self._all:
@@ -66,7 +66,7 @@ class Messages:
 
 
 def data_line(config: ExperimentConfig, train: DetectionSet, val: DetectionSet | None) -> str:
-    """Line about the data at the start of a run.
+    """Describes the data in the line at the start of a run.
 
     For example `bccd: train 205 images, val 87; 3 classes: RBC, WBC, Platelets`.
     """
@@ -81,7 +81,7 @@ def data_line(config: ExperimentConfig, train: DetectionSet, val: DetectionSet |
 
 
 def model_line(config: ExperimentConfig, size: Complexity, anew: bool) -> str:
-    """Line about the model at the start of a run.
+    """Describes the model in the line at the start of a run.
 
     For example `yolov5 n, 1.77 M parameters, 0.28 GFLOPs at 160 x 160, from yolov5n_coco`.
     """
@@ -93,7 +93,7 @@ def model_line(config: ExperimentConfig, size: Complexity, anew: bool) -> str:
 
 
 def device_line() -> str:
-    """`CPU, 1 process`, or `8 x NVIDIA H100 80GB on 2 hosts`."""
+    """Describes the devices: `CPU, 1 process on 4 cores`, `8 x NVIDIA H100 80GB on 2 hosts`."""
     world = comm.world_size()
     hosts = math.ceil(world / max(1, comm.local_size()))
     where = f" on {hosts} hosts" if hosts > 1 else ""
@@ -103,10 +103,10 @@ def device_line() -> str:
 
 
 def train_line(schedule: ScheduleSetup) -> str:
-    """Line about training at the start of a run.
+    """Describes the training in the line at the start of a run.
 
-    For example `30 epochs of 13 steps, 16 images a step; adamw, learning rate 0.001`; of several
-    micro-batches, each of which is a batch-norm group, it says how they are shared.
+    For example `30 epochs of 13 steps, 16 images a step; adamw, learning rate 0.001`; with several
+    micro-batches, each of which is a batch-norm group, it says how ranks share them.
     """
     shared = "" if schedule.batches.count == 1 else f", {schedule.batches.describe(schedule.world)}"
     epochs = schedule.total_steps / schedule.steps_per_epoch
@@ -118,7 +118,7 @@ def train_line(schedule: ScheduleSetup) -> str:
 
 
 def longer_line(schedule: ScheduleSetup) -> str:
-    """Says what the total batch lengthens, warm-up or epochs; "": nothing.
+    """Describes how the total batch lengthens warm-up or epochs; "": not at all.
 
     For example `warm-up 4590 steps (10 epochs) instead of 2295, 89 epochs instead of 80: a step has
     4 times the reference batch`; where a rule cuts the warm-up, it says which.
@@ -138,7 +138,7 @@ def longer_line(schedule: ScheduleSetup) -> str:
 
 
 def evaluate_line(config: ExperimentConfig, val: DetectionSet | None) -> str:
-    """Line about evaluation at the start of a run.
+    """Describes the evaluations in the line at the start of a run.
 
     For example `every 8 epochs, on 87 images; the best mAP is kept`.
     """

@@ -32,7 +32,7 @@ _TABLE_WIDTH, _ETA_WIDTH = 80, 7  # columns
 
 
 class HeartbeatCallback(Callback):
-    """Reports this rank's step and its results to fleetrun's heartbeat."""
+    """A callback that reports this rank's step and its results to fleetrun's heartbeat."""
 
     def on_train_begin(self, run: TrainingRun) -> None:
         heartbeat.plan(run.total_steps)
@@ -58,10 +58,10 @@ class _Step(NamedTuple):
 
 
 class MetricsLogger(Callback):
-    """Updates the progress line each step and writes metrics.jsonl at intervals.
+    """A callback that updates the progress line each step and writes metrics.jsonl at intervals.
 
     A record has means, speed and seconds.  All ranks run this callback, because a record includes
-    the seconds of each; only rank 0 writes.
+    the seconds of each rank; only rank 0 writes.
     """
 
     def __init__(self, log: RunLog, every: int, steps_per_epoch: int) -> None:
@@ -116,7 +116,7 @@ class MetricsLogger(Callback):
         if step % self._every == 0:  # else the run ends, and an extended one completes them
             self._sums = StepSums(after=step)
         self._log.metrics(record)
-        self._log.metrics({"step": step, **_per_rank(steps)})
+        self._log.metrics({"step": step, **_gather_rank_seconds(steps)})
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -124,35 +124,35 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _images_per_second(steps: Sequence[_Step]) -> float:
-    """Images per second of all ranks over at least one step."""
-    return sum(each.result.images for each in steps) / sum(each.seconds.wall for each in steps)
+    """Computes the images per second of all ranks over at least one step."""
+    return sum(step.result.images for step in steps) / sum(step.seconds.wall for step in steps)
 
 
-def _per_rank(steps: Sequence[_Step]) -> dict[str, list[float]]:
-    """Mean seconds of each rank over some steps.  Collective."""
-    own = {
-        "rank_step_seconds": _mean([each.seconds.wall for each in steps]),
-        "rank_own_seconds": _mean([each.seconds.compute for each in steps]),
-        "rank_data_seconds": _mean([each.seconds.data for each in steps]),
+def _gather_rank_seconds(steps: Sequence[_Step]) -> dict[str, list[float]]:
+    """Gathers the mean seconds of each rank over some steps.  Collective."""
+    means = {
+        "rank_step_seconds": _mean([step.seconds.wall for step in steps]),
+        "rank_own_seconds": _mean([step.seconds.compute for step in steps]),
+        "rank_data_seconds": _mean([step.seconds.data for step in steps]),
         "rank_micro_batch_seconds": _micro_batch_seconds(steps),
     }
-    all_WN = comm.all_gather(paddle.to_tensor([*own.values()], dtype="float32")).numpy()
+    all_WN = comm.all_gather(paddle.to_tensor([*means.values()], dtype="float32")).numpy()
     # Sent as float32: further digits are noise.
     return {
         name: [round(float(value), 6) for value in all_WN[:, column]]
-        for column, name in enumerate(own)
+        for column, name in enumerate(means)
     }
 
 
 def _micro_batch_seconds(steps: Sequence[_Step]) -> float:
-    """Compute time of a micro-batch of this rank; 0: it had none."""
-    there = [each for each in steps if each.result.own_micro_batches > 0]
-    count = sum(each.result.own_micro_batches for each in there)
-    return sum(each.seconds.compute for each in there) / count if there else 0.0
+    """Computes the mean compute time of this rank's micro-batches; 0: it had none."""
+    steps_with_images = [step for step in steps if step.result.own_micro_batches > 0]
+    count = sum(step.result.own_micro_batches for step in steps_with_images)
+    return sum(step.seconds.compute for step in steps_with_images) / count if count else 0.0
 
 
 class EpochLogger(Callback):
-    """Logs a table row and a metrics.jsonl line per epoch.
+    """A callback that logs a table row and a metrics.jsonl line per epoch.
 
     The table is at most 80 columns wide.
     """
@@ -162,7 +162,7 @@ class EpochLogger(Callback):
     ) -> None:
         """
         Args:
-            means: of the run.
+            means: collects the epoch's numbers.
             shown: evaluation metrics that get a column, space permitting.
         """
         self._log = log
@@ -173,22 +173,22 @@ class EpochLogger(Callback):
     def on_train_begin(self, run: TrainingRun) -> None:
         self._epochs = -(-run.total_steps // self._steps_per_epoch)
         self._done_steps = run.done_steps
-        self._found: Mapping[str, float] = {}  # results of the epoch's evaluation
+        self._results: Mapping[str, float] = {}  # results of the epoch's evaluation
 
     def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
         if self._means.ends(step):
-            self._found = metrics
+            self._results = metrics
             return
-        # Mid-epoch; or before the first step, where a stop had skipped a due evaluation.
-        found = [name for name in ("val_loss", *self._shown) if name in metrics]
-        scores = "".join(f"  {name} {metrics[name]:.4f}" for name in found)
+        # In mid-epoch, or before the first step if a stop had skipped a due evaluation.
+        names = [name for name in ("val_loss", *self._shown) if name in metrics]
+        scores = "".join(f"  {name} {metrics[name]:.4f}" for name in names)
         self._log.info(f"after step {step}:{scores}")
 
     def on_epoch_end(self, epoch: int, step: int, numbers: Mapping[str, float]) -> None:
-        columns = _fitted(_columns(epoch, self._epochs, numbers, self._shown))
+        columns = _fit_columns(_build_columns(epoch, self._epochs, numbers, self._shown))
         left = self._log.time_left(step)
-        heads = " ".join(each.head.rjust(each.width) for each in columns)
-        texts = " ".join(each.text.rjust(each.width) for each in columns)
+        heads = " ".join(column.head.rjust(column.width) for column in columns)
+        texts = " ".join(column.text.rjust(column.width) for column in columns)
         self._log.row(f"{heads} {'ETA':>{_ETA_WIDTH}}", f"{texts} {left:>{_ETA_WIDTH}}".rstrip())
         self._log.detail(
             f"epoch {epoch} took {duration(numbers['seconds'])}, {numbers['data_share']:.0%} of "
@@ -199,11 +199,13 @@ class EpochLogger(Callback):
                 f"epoch {epoch}: its means are those of the steps since the run was resumed, "
                 "because the checkpoint has no sums of the others"
             )
-        own = {name: value for name, value in numbers.items() if name not in self._found}
+        epoch_numbers = {
+            name: value for name, value in numbers.items() if name not in self._results
+        }
         if -(-self._done_steps // self._steps_per_epoch) == epoch:  # the run had ended in it
             self._log.forget(self._done_steps, "epoch_end")
-        self._log.metrics({"step": step, "epoch_end": {"epoch": epoch, **own}})
-        self._found = {}
+        self._log.metrics({"step": step, "epoch_end": {"epoch": epoch, **epoch_numbers}})
+        self._results = {}
 
 
 class _Column(NamedTuple):
@@ -213,13 +215,15 @@ class _Column(NamedTuple):
     rank: int  # the highest is dropped first if the row is too wide
 
 
-def _columns(
+def _build_columns(
     epoch: int, epochs: int, numbers: Mapping[str, float], shown: Sequence[str]
 ) -> list[_Column]:
-    """Columns of an epoch's row except the ETA."""
+    """Builds the columns of an epoch's row, without the ETA."""
     parts = [name for name in numbers if name.startswith("loss_")]
-    scores = [_Column(name, _score(numbers.get(name)), 6, 3 + at) for at, name in enumerate(shown)]
-    found = [
+    scores = [
+        _Column(name, _format_score(numbers.get(name)), 6, 3 + at) for at, name in enumerate(shown)
+    ]
+    columns = [
         _Column("epoch", f"{epoch}/{epochs}", max(5, 2 * len(str(epochs)) + 1), 0),
         _Column("loss", loss_text(numbers["loss"]), 6, 0),
         *(
@@ -230,25 +234,25 @@ def _columns(
         _Column("img/s", f"{numbers['images_per_second']:.4g}", 5, 2),
     ]
     if device.on_accelerator():
-        found.append(_Column("GPU mem", f"{numbers['memory_gib']:.1f}G", 7, 2))
+        columns.append(_Column("GPU mem", f"{numbers['memory_gib']:.1f}G", 7, 2))
     if shown:
-        found.append(_Column("val", loss_text(numbers.get("val_loss")), 6, 8))
-    return [*found, *scores]
+        columns.append(_Column("val", loss_text(numbers.get("val_loss")), 6, 8))
+    return [*columns, *scores]
 
 
-def _fitted(columns: list[_Column]) -> list[_Column]:
-    """Columns that fit beside the ETA."""
-    while sum(each.width + 1 for each in columns) + _ETA_WIDTH > _TABLE_WIDTH:
-        columns.remove(max(columns, key=lambda each: each.rank))
+def _fit_columns(columns: list[_Column]) -> list[_Column]:
+    """Drops columns, the least important first, until the rest fits beside the ETA."""
+    while sum(column.width + 1 for column in columns) + _ETA_WIDTH > _TABLE_WIDTH:
+        columns.remove(max(columns, key=lambda column: column.rank))
     return columns
 
 
-def _score(value: float | None) -> str:
+def _format_score(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
 class EvaluationLogger(Callback):
-    """Shows each evaluation: metrics.jsonl, curves, pictures, evaluation.json of the best.
+    """A callback that records evaluations: metrics.jsonl, pictures, evaluation.json of the best.
 
     A failure here must not end the run: it is a warning, given once.
     """
@@ -292,7 +296,7 @@ class EvaluationLogger(Callback):
 
 
 class StragglerMonitor(Callback):
-    """Reports stragglers: ranks that are slow in two successive comparisons.
+    """A callback that reports stragglers: ranks that are slow in two successive comparisons.
 
     Compares every 15 steps.  A rank's compute time is its step time without waits in collectives,
     for each of its micro-batches: ranks may have more or fewer of them.
@@ -308,40 +312,38 @@ class StragglerMonitor(Callback):
         self._steps.append(_Step(result, seconds))
         if len(self._steps) < _WINDOW:
             return
-        found = [_micro_batch_seconds([each]) for each in self._steps]
-        usual, self._steps = median([each for each in found if each > 0] or [0.0]), []
+        per_step = [_micro_batch_seconds([past_step]) for past_step in self._steps]
+        usual, self._steps = median([value for value in per_step if value > 0] or [0.0]), []
         seconds_W = comm.all_gather(paddle.to_tensor([usual], dtype="float32")).numpy().ravel()
-        if warning := self.judge([float(each) for each in seconds_W]):
+        if warning := self.judge([float(value) for value in seconds_W]):
             self._log.warning(warning)
 
     def judge(self, seconds_W: list[float]) -> str:
-        """Warning that names each straggler once; usually empty.
-
-        The same on every rank.
+        """Writes a warning that names each straggler once; usually "".  The same on every rank.
 
         Args: seconds_W: of each rank for a micro-batch; 0: it had none.
         """
-        usual = median_low([each for each in seconds_W if each > 0] or [1.0])
+        usual = median_low([seconds for seconds in seconds_W if seconds > 0] or [1.0])
         before = self._slow
-        self._slow = {rank for rank, own in enumerate(seconds_W) if own / usual > _SLOW}
-        found = sorted((self._slow & before) - self._named)
-        if not found:
+        self._slow = {rank for rank, seconds in enumerate(seconds_W) if seconds / usual > _SLOW}
+        stragglers = sorted((self._slow & before) - self._named)
+        if not stragglers:
             return ""
-        self._named |= set(found)
-        longest = max(seconds_W[rank] for rank in found)
+        self._named |= set(stragglers)
+        longest = max(seconds_W[rank] for rank in stragglers)
         return (
-            f"straggler: {comm.ranks_named(found, comm.addresses())}, with a compute time of "
+            f"straggler: {comm.ranks_named(stragglers, comm.addresses())}, with a compute time of "
             f"{longest:.3g} s per micro-batch, {longest / usual:.1f} times that of the others "
             f"({usual:.3g} s), which wait for it; check its host for other programs, throttling "
-            f"by heat, and slow storage{_advice(seconds_W)}"
+            f"by heat, and slow storage{_advise_shares(seconds_W)}"
         )
 
 
-def _advice(seconds_W: Sequence[float]) -> str:
-    """The `distributed.shares` by which equally long steps would come of these times.
+def _advise_shares(seconds_W: Sequence[float]) -> str:
+    """Advises the `distributed.shares` that would make all ranks' steps equally long.
 
-    "" where the times do not say it (of cards, or of a rank that had no micro-batch), or where
-    the number of ranks may change, which such a list does not survive.
+    Returns: "" if the times do not tell (cards, or a rank without micro-batches), or if the number
+        of ranks may change, because the list has one entry for each rank.
     """
     unknown = device.on_accelerator() or min(seconds_W) <= 0 or len(seconds_W) > _MOST_SPEEDS
     if unknown or MIN_HOSTS_VARIABLE in os.environ:

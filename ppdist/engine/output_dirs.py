@@ -1,7 +1,7 @@
 """output_dir on several hosts: one that all share, or one each.
 
-With one each, only rank 0's host has checkpoints.  What other hosts know of a run, they note, so
-that `--resume auto` never takes a lost host for a new run.
+With one each, only rank 0's host has checkpoints.  The other hosts note which host has the newest
+one, so that `--resume auto` never starts a new run because that host is lost.
 """
 
 import json
@@ -19,7 +19,7 @@ _NOTE = "elsewhere.json"  # in output_dir: which host has the newest checkpoint
 
 @dataclass(frozen=True)
 class OutputDirs:
-    """Where the hosts of a run write.
+    """The output folders of a run's hosts.
 
     Attributes:
         shared: all hosts have the same output_dir; None: there is one host.
@@ -29,10 +29,10 @@ class OutputDirs:
     shared: bool | None = None
 
     def note_newest(self, step: int) -> None:
-        """Notes, on hosts that have no checkpoints, that another has one.  Local."""
+        """Notes, on hosts without checkpoints, that rank 0's host has one.  Local."""
         if self.shared is False and comm.local_rank() == 0 and not comm.is_main():
             note = {"step": step, "host": comm.addresses()[0]}
-            with suppress(OSError):  # it is only for who loses that host
+            with suppress(OSError):  # the note only matters if that host is lost
                 self.folder.mkdir(parents=True, exist_ok=True)
                 replace_file(self.folder / _NOTE, json.dumps(note).encode())
 
@@ -41,14 +41,14 @@ class OutputDirs:
 
         Raises: CheckpointError.
         """
-        found = None if comm.local_rank() else read_json(self.folder / _NOTE)
-        noting = [
-            (each["step"], each["host"], host)
-            for each, host in comm.all_gather_object((found, comm.host()))
-            if isinstance(each, dict) and each.keys() >= {"step", "host"}
+        note = None if comm.local_rank() else read_json(self.folder / _NOTE)
+        notes = [
+            (rank_note["step"], rank_note["host"], host)
+            for rank_note, host in comm.all_gather_object((note, comm.host()))
+            if isinstance(rank_note, dict) and rank_note.keys() >= {"step", "host"}
         ]
-        if noting:
-            step, holder, host = max(noting)
+        if notes:
+            step, holder, host = max(notes)
             raise CheckpointError(
                 f"this run has a checkpoint of step {step} on host {holder}, as host {host} knows; "
                 "rank 0's host has none",
@@ -59,28 +59,36 @@ class OutputDirs:
             )
 
     def forget(self) -> None:
-        """A new run begins.  Local."""
+        """Deletes the note, because a new run begins.  Local."""
         if comm.local_rank() == 0:
             with suppress(OSError):
                 (self.folder / _NOTE).unlink(missing_ok=True)
 
 
 def find_output_dirs(folder: Path) -> OutputDirs:
-    """Whether the hosts share an output_dir.  Collective."""
+    """Finds out whether the hosts share an output_dir.  Collective.
+
+    Rank 0 puts a file there, and the others look for it.
+    """
     if comm.world_size() == comm.local_size():
         return OutputDirs(folder)
-    own = folder.absolute()
+    path = folder.absolute()
 
     def put() -> tuple[str, str]:
-        """A file in the nearest existing folder, and the path to ours."""
-        there = next(each for each in (own, *own.parents) if each.is_dir())
+        """Creates a file in the nearest existing folder.
+
+        Returns: its name; the path of our folder relative to that one.
+        """
+        existing = next(parent for parent in (path, *path.parents) if parent.is_dir())
         name = f".ppdist-{uuid.uuid4().hex}"
-        with suppress(OSError):  # whoever cannot write there says so later
-            (there / name).touch()
-        return name, f"{own.relative_to(there)}"
+        with suppress(OSError):  # a folder that cannot be written is reported later
+            (existing / name).touch()
+        return name, f"{path.relative_to(existing)}"
 
     name, below = comm.run_on_main(put)
-    probes = [each / name for each in (own, *own.parents) if f"{own.relative_to(each)}" == below]
+    probes = [
+        parent / name for parent in (path, *path.parents) if f"{path.relative_to(parent)}" == below
+    ]
     seen_W = comm.all_gather_object(any(probe.exists() for probe in probes))
     if comm.is_main():
         with suppress(OSError):

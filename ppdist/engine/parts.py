@@ -1,4 +1,4 @@
-"""Parts that a trainer is given: what it asks of its data, its evaluator and its log."""
+"""Interfaces that a trainer needs: its data, its evaluator and its log."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -46,7 +46,7 @@ class TrainEvaluator(Protocol):
         """
 
     def class_scores(self, metrics: dict[str, float]) -> list[float | None] | None:
-        """Gives each class its score; None: they have none."""
+        """Returns the score of each class; None: classes have no scores."""
 
     def abort_waits(self) -> None:
         """Stops waiting for unavailable images because the run ends soon."""
@@ -60,7 +60,7 @@ class TrainLog(Protocol):
     """Lines and records of a run; `ppdist.common.run_log.RunLog` is one.
 
     Attributes:
-        eta: hears when the steps begin.
+        eta: the estimate of the time left, which starts with the first step.
     """
 
     eta: ETA
@@ -77,7 +77,7 @@ class TrainLog(Protocol):
 
 
 class Sums(Protocol):
-    """Sums over steps, which a checkpoint holds; `MetricsLogger` has some."""
+    """Sums over steps that a checkpoint holds, such as those of `MetricsLogger`."""
 
     def restore(self, saved: Any, step: int) -> None: ...
 

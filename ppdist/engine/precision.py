@@ -12,11 +12,11 @@ _FIRST_SCALE = 1024.0
 
 
 class Precision:
-    """float32, or what `train.amp` asks for: Paddle's autocast, on a CPU oneDNN's kernels.
+    """The precision of a step: float32, or that of `train.amp`.
 
-    float16 has few small numbers, so losses are multiplied by a scale before backward, and
-    gradients divided by it after the exchange.  The scale halves where a step overflows, and
-    doubles after many that did not.
+    For `train.amp` it is Paddle's autocast, on a CPU oneDNN's kernels.  Small numbers underflow in
+    float16, so losses are multiplied by a scale before backward, and gradients divided by it after
+    the exchange.  The scale halves if a step overflows, and doubles after many that did not.
 
     Attributes:
         autocast: makes a context in which forward passes are in this precision.
@@ -39,23 +39,23 @@ class Precision:
 
     @property
     def loss_scale(self) -> float:
-        """Loss scale for float16; 0: losses are not scaled."""
+        """Returns the loss scale of float16; 0: losses are not scaled."""
         scaler = self.scaler
         return float(scaler.state_dict()["scale"][0]) if scaler.is_enable() else 0.0
 
     def widen(self, parameters: Iterable[Tensor]) -> None:
         """Gives parameters of lower precision (AMP O2) float32 gradients.
 
-        So unscaling, clipping and the update lose nothing.
-        Not `master_grad` of `paddle.amp.decorate`, which does the same after every backward: the
-        gradient all-reduce takes gradients in the precision of their parameters, so after the first
-        of several micro-steps it would find another one.
+        So unscaling, clipping and the update lose nothing.  `master_grad` of `paddle.amp.decorate`
+        does the same after every backward, and cannot be used: the gradient all-reduce expects
+        gradients in the precision of their parameters, and with several micro-batches would meet
+        float32 after the first.
         """
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is not None and gradient.dtype != paddle.float32:
                 wide = gradient.astype("float32")
-                parameter.clear_gradient(False)  # it does not change its precision in place
+                parameter.clear_gradient(False)  # a gradient's dtype cannot change in place
                 parameter.grad = wide
 
     def unscale(self, optimizer: Updater) -> None:
@@ -68,11 +68,11 @@ class Precision:
         self.scaler.update()
 
     def reject(self, lowers_scale: bool) -> None:
-        """Takes back `unscale`, and halves the loss scale after a step that was not finite.
+        """Undoes `unscale`, and halves the loss scale if `lowers_scale`.
 
-        Else `update` of the scaler would take the step for a good one.  GradScaler hears of an
-        overflow only in its own `step`, which still updates where nothing but the loss was not
-        finite; and what it prints of an overflow is an error from numpy 2.4 on.
+        Without this the scaler's `update` would count the step as a good one: GradScaler detects an
+        overflow only in its own `step`, which would update the weights if nothing but the loss was
+        not finite, and whose message about an overflow raises from numpy 2.4 on.
         """
         if not self.scaler.is_enable():
             return
@@ -85,11 +85,11 @@ class Precision:
         self.scaler.load_state_dict(state)
 
     def state(self) -> dict[str, object]:
-        """The state of the loss scale as JSON; {}: losses are not scaled."""
+        """Returns the state of the loss scale as JSON; {}: losses are not scaled."""
         state = self.scaler.state_dict()
         return {key: x.tolist() if hasattr(x, "tolist") else x for key, x in state.items()}
 
     def load(self, state: dict[str, object]) -> None:
-        """Continues from what `state` gave."""
+        """Restores a state that `state` returned."""
         if state:
             self.scaler.load_state_dict(state)

@@ -57,23 +57,23 @@ def preflight(
     """Checks whether the run can start, after `comm.init`, before anything else.  Collective.
 
     Args:
-        config: ExperimentConfig.
-        evaluate: whether `--eval` was given.
-        kernels: what a CPU computes bfloat16 with.
+        evaluate: True if `--eval` was given.
+        kernels: the kernels with which a CPU computes bfloat16.
     Returns: warnings.
     Raises: UserError, on every rank: this card cannot compute as configured, the ranks differ, or
         the all-reduce fails; early stopping without evaluations; published weights of another
         detector, by their name.
     """
 
-    def check_own() -> None:
+    def check_rank() -> None:
         check_precision(config, kernels)
         if config.distributed.shares is not None:
             check_shares(config.distributed)
         if config.model.pretrained:
             require_fit(config.model, config.model.pretrained)
 
-    comm.run_on_all_ranks(check_own)  # one call: what ranks differ in is not compared yet
+    # One call for all checks: configurations are not compared yet, so ranks might make other calls.
+    comm.run_on_all_ranks(check_rank)
     if comm.world_size() > 1:
         given = {
             "--eval": f"{evaluate}",
@@ -100,18 +100,17 @@ def preflight(
 
 
 def inputs_of(config: ExperimentConfig, *, evaluate: bool, anew: bool = False) -> list[Path]:
-    """Files and folders that a run reads.
+    """Lists the files and folders that a run reads.
 
     Args:
-        config: ExperimentConfig.
         evaluate: the validation set is read, too.
         anew: there is no checkpoint, so pretrained weights are read.
     """
     splits = [config.data.train, config.data.val][: 1 + evaluate]
     paths = [
         addresses.folder_of(config.data.root, name)
-        for each in splits
-        for name in (*each.image_folders, *each.annotation_files)
+        for split in splits
+        for name in (*split.image_folders, *split.annotation_files)
     ]
     if anew and config.model.pretrained and not is_name(config.model.pretrained):
         paths.append(Path(config.model.pretrained))
@@ -123,9 +122,9 @@ def inputs_of(config: ExperimentConfig, *, evaluate: bool, anew: bool = False) -
 def wait_for_inputs(config: ExperimentConfig, *, evaluate: bool, anew: bool) -> None:
     """Waits for storage that an earlier attempt of the job read.  Collective.
 
-    A host that took part in none makes nobody wait.
+    A host that took part in no earlier attempt does not wait: its storage may never appear.
 
-    Args: as of `inputs_of`.
+    Args: see `inputs_of`.
     Raises: StorageError, on every rank: it stays unavailable on some host.
     """
     paths = inputs_of(config, evaluate=evaluate, anew=anew)
@@ -137,8 +136,8 @@ def wait_for_inputs(config: ExperimentConfig, *, evaluate: bool, anew: bool) -> 
                 with suppress(OSError):  # an answer suffices: not every store has folders
                     stores.identity_of(path)
             elif not STORAGE.can_be_read(path):
-                why = "cannot be read, though an earlier attempt of this job has read it"
-                raise unavailable(why, f"{path}")
+                message = "cannot be read, though an earlier attempt of this job has read it"
+                raise unavailable(message, f"{path}")
 
     comm.run_on_all_ranks(lambda: comm.once_there(look, seconds))
 
@@ -146,10 +145,10 @@ def wait_for_inputs(config: ExperimentConfig, *, evaluate: bool, anew: bool) -> 
 def check_precision(config: ExperimentConfig, kernels: Kernels = BFLOAT16) -> None:
     """Checks that this rank's device supports the configured precision.
 
-    What a CPU computes is checked later with the model (`build.check_low_precision`).
+    The results of a CPU are checked later with the model (`build.check_low_precision`).
 
-    Args: kernels: what a CPU computes bfloat16 with.
-    Raises: ConfigError: this rank's device cannot compute in `train.amp`, or not sum in
+    Args: kernels: the kernels with which a CPU computes bfloat16.
+    Raises: ConfigError: this rank's device cannot compute in `train.amp`, or cannot sum in
         `distributed.gradient_dtype`.
     """
     amp, sums = config.train.amp, config.distributed.gradient_dtype
@@ -200,7 +199,7 @@ def check_precision(config: ExperimentConfig, kernels: Kernels = BFLOAT16) -> No
 
 
 def check_shares(ranks: DistributedConfig) -> None:
-    """Checks that `distributed.shares` fits every world of the run.
+    """Checks that `distributed.shares` fits every number of ranks that the run may have.
 
     Raises: ConfigError: it does not.
     """
@@ -215,7 +214,7 @@ def check_shares(ranks: DistributedConfig) -> None:
 
 
 def versions() -> Facts:
-    """Versions of everything that affects the numbers of a run."""
+    """Returns the versions of everything that affects the numbers of a run."""
     return {
         "ppdist": ppdist.__version__,
         "paddle": paddle.__version__,
@@ -227,7 +226,7 @@ def versions() -> Facts:
 
 
 def fetch_on_all_ranks(weights: Path | str | None) -> None:
-    """Gives every host the weights of a name, equal everywhere.  Collective.
+    """Downloads published weights on every host, and checks that they are equal.  Collective.
 
     The first rank of each host downloads; the others wait for as long as bytes arrive.
 
@@ -245,11 +244,12 @@ def fetch_on_all_ranks(weights: Path | str | None) -> None:
         return sha256_of(file) if comm.world_size() > 1 else None
 
     sums_W = comm.all_gather_object(comm.run_on_all_ranks(fetch))
-    sums = {found: rank for rank, found in reversed([*enumerate(sums_W)]) if found}
+    sums = {digest: rank for rank, digest in reversed([*enumerate(sums_W)]) if digest}
     if len(sums) > 1:
-        (one, at), (other, beside) = [*sums.items()][:2]
+        (first_digest, first_rank), (second_digest, second_rank) = [*sums.items()][:2]
         raise WeightsError(
-            f"rank {at} has a file of SHA-256 {one}, rank {beside} one of {other}",
+            f"rank {first_rank} has a file of SHA-256 {first_digest}, rank {second_rank} one of "
+            f"{second_digest}",
             code="weights_differ",
             where=f"{weights}",
             fix="delete the wrong one from its host's cache",
@@ -257,29 +257,26 @@ def fetch_on_all_ranks(weights: Path | str | None) -> None:
 
 
 def digests_of_code() -> Facts:
-    """Digest of each file of the package, plugins and started script."""
+    """Returns a digest of each file of the package, of plugins and of the started script."""
     script = Path(sys.argv[0])
     started = {script.name: digest_of_file(script)} if script.is_file() else {}
     return digests_of_package() | _digests_of_plugins() | started
 
 
 def _digests_of_plugins() -> Facts:
-    """Digests of files of other packages or modules whose parts are named."""
+    """Returns digests of the files of packages and modules from which plugins are named."""
     return {
         f"{name}/{path.relative_to(place).as_posix()}" if place != path else path.name: (
             digest_of_file(path)
         )
         for name in plugins.packages()
-        for place in _places_of(name)
+        for place in _find_sources(name)
         for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place])
     }
 
 
-def _places_of(name: str) -> list[Path]:
-    """Folders of a package or file of a module; []: not found.
-
-    It need not be imported.
-    """
+def _find_sources(name: str) -> list[Path]:
+    """Finds the folders of a package, or the file of a module, imported or not; []: not found."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     with suppress(ImportError, ValueError):
         spec = spec or importlib.util.find_spec(name)  # imports nothing
@@ -291,19 +288,19 @@ def _places_of(name: str) -> list[Path]:
 
 
 def flat_config(config: ExperimentConfig) -> Facts:
-    """JSON by key path of keys that must match on all ranks."""
+    """Returns the values that must match on all ranks, as JSON by key path."""
     facts = {
         key: json.dumps(value)
         for key, value in flattened(config).items()
         if key not in PER_HOST_KEYS
     }
-    for key, path in _sources(config).items():
+    for key, path in _list_weights(config).items():
         facts[f"{key} (its content)"] = digest_of_weights(path)
     return facts
 
 
-def _sources(config: ExperimentConfig) -> dict[str, Path]:
-    """The weights that a run reads where it starts, by key."""
+def _list_weights(config: ExperimentConfig) -> dict[str, Path]:
+    """Lists the weights that a run reads at its start, by key."""
     paths = {"model.pretrained": config.model.pretrained}
     if config.distill is not None:
         paths["distill.teacher"] = config.distill.teacher
@@ -311,7 +308,7 @@ def _sources(config: ExperimentConfig) -> dict[str, Path]:
 
 
 def require_sum() -> None:
-    """Makes an all-reduce whose result is known.  Collective.
+    """Checks an all-reduce by a sum whose result is known in advance.  Collective.
 
     Raises: LaunchError: on every rank: the result is wrong; on ranks that reached it: others did
         not.
@@ -324,7 +321,7 @@ def require_sum() -> None:
     began = time.monotonic()
     try:
         with within(_SUM_SECONDS, "the first all-reduce", absent):
-            found = comm.all_reduce_sum(ranks).numpy()
+            sums = comm.all_reduce_sum(ranks).numpy()
     except (RuntimeError, ValueError, OSError) as error:  # what gloo's errors become in Python
         missing = absent()
         if not missing:
@@ -337,8 +334,8 @@ def require_sum() -> None:
     expected = world * (world + 1) / 2
 
     def check() -> None:
-        if not (found == expected).all():
-            wrong = found[found != expected][0]
+        if not (sums == expected).all():
+            wrong = sums[sums != expected][0]
             raise LaunchError(
                 f"an all-reduce over {world} ranks gave {wrong:g} instead of {expected:g} on host "
                 f"{comm.host()}: the transport is broken",
@@ -353,9 +350,11 @@ def require_sum() -> None:
 def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Terminates this process with a message if the block takes too long.
 
-    Then foreign code hangs.
+    No exception could end it: then Paddle, gloo or NCCL hangs in native code.
 
-    Args: absent: names the ranks that have not reached the block.
+    Args:
+        what: a noun for the message.
+        absent: names the ranks that have not reached the block.
     """
 
     def end() -> None:
@@ -385,13 +384,13 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
 
 
 def keep_sources(config: ExperimentConfig, output_dir: Path) -> None:
-    """Keeps a new run's inputs from being moved aside with old checkpoints.
+    """Refuses a new run whose inputs would be moved aside with old checkpoints.
 
-    Raises: ConfigError: `model.pretrained` or the teacher is one of them.
+    Raises: ConfigError: `model.pretrained` or the teacher is among the checkpoints in output_dir.
     """
-    own = (output_dir / "checkpoints").resolve()
-    for key, source in _sources(config).items():
-        if checkpoint_of(source).resolve().is_relative_to(own):
+    checkpoints = (output_dir / "checkpoints").resolve()
+    for key, source in _list_weights(config).items():
+        if checkpoint_of(source).resolve().is_relative_to(checkpoints):
             raise ConfigError(
                 f"{source} is in {output_dir}, where this run would write",
                 code="out_holds_source",

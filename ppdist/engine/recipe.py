@@ -1,8 +1,8 @@
 """Zero configuration: a recipe fitted to data, as an ordinary config.
 
-fit_recipe   layout of the data -> shipped recipe -> what the number of images asks for
-             -> -o items -> an ExperimentConfig, and the text of the file that it is
-with_data    any configuration, with the data that a layout or another one names
+fit_recipe   layout of the data -> shipped recipe -> changes for the number of images
+             -> -o items -> an ExperimentConfig, and the text of its file
+with_data    any configuration, with the data of a layout or of another configuration
 """
 
 import math
@@ -49,19 +49,21 @@ _WARMUP_PHASE = 30  # on few images warm-up takes one in this many epochs of the
 
 
 class Choice(NamedTuple):
-    """A key of the config, its value, and why."""
+    """A key of the config, its value, and the reason, or "" if none is shown."""
 
     key: str
     value: Any
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A decided run.
+    """A recipe fitted to data.
 
-    config: of the run.  text: YAML that `load_config` makes the same of.
-    rows: (what, value, why) for a table.  notes: on the data, what their owner may not expect.
+    config: of the run.
+    text: the same configuration as YAML, for `load_config`.
+    rows: (name, value, reason) for a table.
+    notes: choices about the data that may surprise their owner.
     """
 
     config: ExperimentConfig
@@ -86,7 +88,10 @@ class TrainOptions:
     output_dir: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises: ConfigError: a value of Python that the command line refuses, too."""
+        """Checks values given in Python as the command line checks its own.
+
+        Raises: ConfigError: a value is invalid.
+        """
         size, wrong = self.image_size, ""
         if self.batch not in (None, "auto") and (type(self.batch) is not int or self.batch < 1):
             wrong, expected = (
@@ -109,9 +114,9 @@ class TrainOptions:
             )
 
     def items(self, *names: str) -> list[str]:
-        """Options as -o items: those of these names, or all keys."""
+        """Returns the options of these names, or all, as -o items."""
         values = {_KEYS[name]: getattr(self, name) for name in names or _KEYS}
-        return override_items({key: each for key, each in values.items() if each is not None})
+        return override_items({key: value for key, value in values.items() if value is not None})
 
 
 _KEYS = {
@@ -136,47 +141,55 @@ def fit_recipe(
     Raises: ConfigError: no such recipe, or one that is not for boxes; an item is wrong.
     """
     assert options.model is not None
-    name, short, file = _find(options.model)
+    name, short, file = _find_recipe(options.model)
     overrides = [*options.items("output_dir"), *overrides]
     reader = Reader()
     base = reader.read_file(file)
     nodes = [reader.read_override(item) for item in overrides]
     place = Place(f"--model {options.model}")
     typed = reduce(merge, filter(None, nodes), Node({}, place, place))
-    options = _with_typed(options, typed)
-    section = _model_section(options, base)
+    options = _apply_typed(options, typed)
+    section = _read_model_section(options, base)
     held = 0 if layout.val is not None else max(1, round(VAL_FRACTION * layout.images))
     images = max(1, layout.images - held)
-    choices = _set_choices(layout, layout.images - images, options, base)
-    choices += _run_choices(images, options, base, world, section.few_images)
+    choices = _choose_data(layout, layout.images - images, options, base)
+    choices += _choose_run(images, options, base, world, section.few_images)
     out = f"output/{layout.name}_{short}"
     choices.append(Choice("output_dir", out, "the names of data and model"))
-    own = merge(tree_of(_nested(choices), place), typed)
-    config = parse_tree(merge(base, own), ExperimentConfig, reader.problems)
-    # As checked: `-o output_dir=2024` is text, image_size: 640 a square.
-    chosen = _same_keys(own, config.model_dump(mode="json"))
+    tree = merge(tree_of(_nest_choices(choices), place), typed)
+    config = parse_tree(merge(base, tree), ExperimentConfig, reader.problems)
+    # Values as checked: `-o output_dir=2024` is text there, and image_size: 640 a square.
+    chosen = _select_keys(tree, config.model_dump(mode="json"))
     given = [(item.partition("=")[0], item.partition("=")[2], "-o") for item in overrides]
     overridden = {key for key, _, _ in given}
     rows = [
         ("data", f"{layout.format}, {layout.images} images", str(layout.root)),
         ("recipe", name, f"--model {options.model}"),
-        *(_row(each, chosen) for each in choices if each.why and each.key not in overridden),
+        *(
+            _describe_choice(choice, chosen)
+            for choice in choices
+            if choice.reason and choice.key not in overridden
+        ),
         *given,
         *((what, "", reason) for what, reason in layout.notes),
     ]
-    # Names come out of files of strangers; a line end would end the comment that holds them.
-    told = [(_line(what), _line(value), _line(why)) for what, value, why in rows]
-    notes = tuple(_line(f"{what}: {reason}") for what, reason in layout.notes)
-    return Recipe(config, _text(name, chosen, told), tuple(told), notes)
+    # Names come from files of strangers: a line break would end the comment that holds them.
+    printable_rows = [
+        (_join_lines(what), _join_lines(value), _join_lines(reason)) for what, value, reason in rows
+    ]
+    notes = tuple(_join_lines(f"{what}: {reason}") for what, reason in layout.notes)
+    text = _format_recipe(name, chosen, printable_rows)
+    return Recipe(config, text, tuple(printable_rows), notes)
 
 
-def _with_typed(options: TrainOptions, typed: Node) -> TrainOptions:
-    """Options with the -o values of the same settings in place.
+def _apply_typed(options: TrainOptions, typed: Node) -> TrainOptions:
+    """Replaces options by -o values of the same settings, so that all choices suit these.
 
-    Everything else is then decided for them.
+    Args: typed: the merged -o items.
     """
-    epochs, batch = (_value(typed, f"train.{key}") for key in ("epochs", "batch_size_per_card"))
-    weights = _value(typed, "model.pretrained")
+    epochs = _read_value(typed, "train.epochs")
+    batch = _read_value(typed, "train.batch_size_per_card")
+    weights = _read_value(typed, "model.pretrained")
     return replace(
         options,
         epochs=epochs if isinstance(epochs, int | float) and epochs > 0 else options.epochs,
@@ -185,8 +198,12 @@ def _with_typed(options: TrainOptions, typed: Node) -> TrainOptions:
     )
 
 
-def _find(model: str) -> tuple[str, str, str]:
-    """Finds a recipe: its name, as `_BASE_` has it, a short one for folders, its file."""
+def _find_recipe(model: str) -> tuple[str, str, str]:
+    """Finds a recipe by its name or file.
+
+    Returns: its name, as `_BASE_` takes it; a short name for folders; its file.
+    Raises: ConfigError: there is none.
+    """
     file = find_config(model)
     shipped = {str(path): name for name, path in recipes().items()}
     if file in shipped:
@@ -207,16 +224,19 @@ def _find(model: str) -> tuple[str, str, str]:
 
 
 def _require_weights_of(name: str, weights: str) -> None:
-    """Raises: WeightsError: absent, and called as published ones of another recipe."""
-    entry, ours = published(weights), f"{name}_coco"
-    # A name of the zoo says itself what it is of.
+    """Checks that missing weights are not named like the published ones of another recipe.
+
+    Raises: WeightsError: they are.
+    """
+    entry, expected_name = published(weights), f"{name}_coco"
+    # A name of the zoo is checked elsewhere: it tells its model.
     absent = not os.path.exists(weights) and not is_name(weights)
-    if entry and absent and entry.name != ours and ours in zoo():
+    if entry and absent and entry.name != expected_name and expected_name in zoo():
         raise WeightsError(
             f"no such file; those published under that name ({entry.name}) do not fit {name}",
             code="weights_not_found",
             where=weights,
-            fix=f"write `--weights {ours}`",
+            fix=f"write `--weights {expected_name}`",
         )
 
 
@@ -227,20 +247,20 @@ def require_detector(options: TrainOptions) -> None:
         that are called as those of another recipe.
     """
     assert options.model is not None
-    _, short, file = _find(options.model)
-    _model_section(options, Reader().read_file(file))
+    _, short, file = _find_recipe(options.model)
+    _read_model_section(options, Reader().read_file(file))
     if options.weights:
         _require_weights_of(short, options.weights)
 
 
-def _model_section(options: TrainOptions, base: Node) -> Any:
-    """Class of the `model` section of a recipe for boxes.
+def _read_model_section(options: TrainOptions, base: Node) -> Any:
+    """Returns the class of a recipe's `model` section.
 
-    Raises: ConfigError: it is for another task.
+    Raises: ConfigError: the recipe is not for boxes.
     """
     sections = sections_in(ExperimentConfig.open_plugins(base, []).model_fields["model"].annotation)
     section: Any = matching_sections(sections, base.child("model"))[0]
-    if _value(base, "model.name") is None or section.task != "detect":
+    if _read_value(base, "model.name") is None or section.task != "detect":
         raise ConfigError(
             "is a recipe for classifiers, but data given this way has boxes",
             code="model_without_boxes",
@@ -252,14 +272,14 @@ def _model_section(options: TrainOptions, base: Node) -> Any:
     return section
 
 
-def _set_choices(layout: Layout, held: int, options: TrainOptions, base: Node) -> list[Choice]:
-    """Chooses the data and what of the model follows from them and from the options.
+def _choose_data(layout: Layout, held: int, options: TrainOptions, base: Node) -> list[Choice]:
+    """Chooses the keys of the data, and those of the model that follow from data and options.
 
-    Args: held: images that validate, of a set without a validation split.
+    Args: held: images of the validation split that is taken from a set without one.
     """
-    why = f"no validation split: {held} images validate, by their file names; the others train"
+    reason = f"no validation split: {held} images validate, by their file names; the others train"
     choices = [
-        Choice(f"data.{key}", value, why if key == "val_fraction" else "")
+        Choice(f"data.{key}", value, reason if key == "val_fraction" else "")
         for key, value in layout.section().items()
     ]
     names = ", ".join(layout.class_names[:5]) + (", ..." if len(layout.class_names) > 5 else "")
@@ -269,7 +289,7 @@ def _set_choices(layout: Layout, held: int, options: TrainOptions, base: Node) -
         choices.append(Choice("model.pretrained", options.weights, "--weights"))
     if options.image_size is not None:
         choices.append(Choice("model.image_size", list(options.image_size), "--image-size"))
-        usual, sizes = _value(base, "model.image_size"), _value(base, "train.multi_scale")
+        usual, sizes = _read_value(base, "model.image_size"), _read_value(base, "train.multi_scale")
         if usual and sizes:
             step = math.gcd(*(side for size in sizes for side in size))
             scaled = [
@@ -280,16 +300,22 @@ def _set_choices(layout: Layout, held: int, options: TrainOptions, base: Node) -
                 for size in sizes
             ]
             distinct = [size for at, size in enumerate(scaled) if size not in scaled[:at]]
-            why = "sizes of training, in proportion to --image-size"
-            choices.append(Choice("train.multi_scale", distinct, why))
+            reason = "sizes of training, in proportion to --image-size"
+            choices.append(Choice("train.multi_scale", distinct, reason))
     return choices
 
 
-def _run_choices(
+def _choose_run(
     images: int, options: TrainOptions, base: Node, world: int, on_few: Mapping[str, Any]
 ) -> list[Choice]:
-    """Args: on_few: `few_images` of the model."""
-    written = _value(base, "train.epochs")
+    """Chooses epochs, batch size, warm-up, optimizer and intervals for the number of images.
+
+    Args:
+        images: of the training split.
+        base: the shipped recipe.
+        on_few: `few_images` of the model: its settings for few images.
+    """
+    written = _read_value(base, "train.epochs")
     if not isinstance(written, int | float):
         raise ConfigError(
             "does not set train.epochs, of which its warm-up and other phases are fractions",
@@ -297,40 +323,45 @@ def _run_choices(
             where=f"--model {options.model}",
             fix="set it there: the epochs (of COCO, say) that its other values were tuned for",
         )
-    tuning = bool(options.weights) or bool(_value(base, "model.pretrained"))
-    epochs, why = _epochs(images, options, float(written), tuning)
-    choices = [Choice("train.epochs", epochs, why)]
+    tuning = bool(options.weights) or bool(_read_value(base, "model.pretrained"))
+    epochs, reason = _choose_epochs(images, options, float(written), tuning)
+    choices = [Choice("train.epochs", epochs, reason)]
     phases = "warm-up and other phases keep their fractions of the recipe's epochs"
     choices.append(Choice("train.phases_for_epochs", written, phases))
-    batch, why = _batch(images, options, _value(base, "train.batch_size_per_card") or 8, world)
-    choices.append(Choice("train.batch_size_per_card", batch, why))
+    batch, reason = _choose_batch(
+        images, options, _read_value(base, "train.batch_size_per_card") or 8, world
+    )
+    choices.append(Choice("train.batch_size_per_card", batch, reason))
     on_all = world * (batch if isinstance(batch, int) else 8)
     steps = math.ceil(images / on_all) * math.ceil(epochs)
-    least = _value(base, "schedule.warmup_least_steps") or 0
+    min_warmup = _read_value(base, "schedule.warmup_least_steps") or 0
     allowed = math.floor(_WARMUP_SHARE * steps)
-    if least > allowed:
-        why = (
+    if min_warmup > allowed:
+        reason = (
             f"a tenth of about {steps} step{'s' * (steps != 1)} at most; "
-            f"the recipe's {least} would take more"
+            f"the recipe's {min_warmup} would take more"
         )
-        choices.append(Choice("schedule.warmup_least_steps", allowed, why))
+        choices.append(Choice("schedule.warmup_least_steps", allowed, reason))
     if images < _FEW_IMAGES and on_few:
-        why = f"fewer than {_FEW_IMAGES} images: learns faster than the recipe for COCO"
-        told = {"optimizer.name": why, "optimizer.lr": "for 8 images a step"}
+        reason = f"fewer than {_FEW_IMAGES} images: learns faster than the recipe for COCO"
+        reasons = {"optimizer.name": reason, "optimizer.lr": "for 8 images a step"}
         if tuning:
             on_few = {"optimizer.layer_decay": _LAYER_DECAY_TUNING, **on_few}
-            told["optimizer.layer_decay"] = "layers near the image keep what the weights know"
-        choices += [Choice(key, value, told.get(key, "")) for key, value in on_few.items()]
+            reasons["optimizer.layer_decay"] = "layers near the image keep what the weights know"
+        choices += [Choice(key, value, reasons.get(key, "")) for key, value in on_few.items()]
         warmup = round(written / _WARMUP_PHASE, 2)
-        why = f"of {written:g}: one in {_WARMUP_PHASE} of the run"
-        choices.append(Choice("schedule.warmup_epochs", warmup, why))
+        reason = f"of {written:g}: one in {_WARMUP_PHASE} of the run"
+        choices.append(Choice("schedule.warmup_epochs", warmup, reason))
     every = max(1, math.ceil(epochs / _EVALUATIONS))
     evaluations = f"{'about ' * (every > 1)}{math.ceil(epochs / every)} in the run"
     choices.append(Choice("evaluate.every_epochs", every, evaluations))
     return [*choices, Choice("checkpoint.every_epochs", every, "as often as --eval evaluates")]
 
 
-def _epochs(images: int, options: TrainOptions, written: float, tuning: bool) -> tuple[float, str]:
+def _choose_epochs(
+    images: int, options: TrainOptions, written: float, tuning: bool
+) -> tuple[float, str]:
+    """Chooses the epochs, and gives the reason.  Args: written: those of the recipe."""
     if options.epochs is not None:
         return float(options.epochs), "--epochs"
     if images >= _FEW_IMAGES:
@@ -341,17 +372,18 @@ def _epochs(images: int, options: TrainOptions, written: float, tuning: bool) ->
     return epochs, f"{images} training images, {start}: {epochs * images:.0f} images seen in all"
 
 
-def _batch(
+def _choose_batch(
     images: int, options: TrainOptions, written: int | Literal["auto"], world: int
 ) -> tuple[int | Literal["auto"], str]:
-    asked, why = (
+    """Chooses the images per card, and gives the reason.  Args: written: those of the recipe."""
+    batch, reason = (
         (written, "as in the recipe") if options.batch is None else (options.batch, "--batch")
     )
-    most = max_micro_batch(images, world)
-    if isinstance(asked, int) and asked > most:
-        there = f"{images} images on {world} rank{'s' * (world > 1)}"
-        return most, f"per card; {why} would be {asked}, but the set has {there}"
-    return asked, f"per card, {why}"
+    max_batch = max_micro_batch(images, world)
+    if isinstance(batch, int) and batch > max_batch:
+        data_size = f"{images} images on {world} rank{'s' * (world > 1)}"
+        return max_batch, f"per card; {reason} would be {batch}, but the set has {data_size}"
+    return batch, f"per card, {reason}"
 
 
 # --- other data -----------------------------------------------------------------------------------
@@ -370,17 +402,17 @@ _OF_A_SET = {
 def with_data(
     config: ExperimentConfig, data: str | Path | ExperimentConfig | Mapping[str, Any]
 ) -> ExperimentConfig:
-    """The configuration with other data and their number of classes.
+    """Returns the configuration with other data and their number of classes.
 
-    How images are read and augmented stays, where a set or a section does not say it; `resize` is
-    the model's in any case.
+    How images are read and augmented stays, unless `data` sets it; `resize` always stays, because
+    the model was trained with it.
 
     Args: data: a data.yaml or a folder, a configuration or its name, or a `data` section.
     Raises: ConfigError: no `data` section; DataError: the training split cannot be read.
     """
     tree = config.model_dump(mode="json")
-    kept = {key: tree["data"][key] for key in DataConfig.model_fields if key not in _OF_A_SET}
-    tree["data"] = {**kept, **_data_section(data), "resize": config.data.resize}
+    settings = {key: tree["data"][key] for key in DataConfig.model_fields if key not in _OF_A_SET}
+    tree["data"] = {**settings, **_data_section(data), "resize": config.data.resize}
     tree["model"]["num_classes"] = 1
     section = parse_plain(tree, "data", (), ExperimentConfig).data
     names = section.class_names or read_split(section, "train").class_names
@@ -389,7 +421,7 @@ def with_data(
 
 
 def _data_section(data: str | Path | ExperimentConfig | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `data` section for whatever `data=` and DATA accept."""
+    """Returns the `data` section of anything that `data=` and DATA accept."""
     if isinstance(data, Mapping):
         return data
     if isinstance(data, ExperimentConfig):
@@ -400,9 +432,9 @@ def _data_section(data: str | Path | ExperimentConfig | Mapping[str, Any]) -> Ma
 
 
 def file_of_plan(recipe: Recipe, output_dir: Path) -> str:
-    """Name in output_dir for a recipe that is not trained now.
+    """Returns the file name in output_dir for a recipe that is not trained now.
 
-    The one of a run that was made there stays, as the command of that run names it.
+    The recipe of an earlier run there is not overwritten, because that run's command names it.
     """
     file = output_dir / FILE
     if not ((output_dir / "metrics.jsonl").exists() and file.exists()):
@@ -415,9 +447,12 @@ def write_recipe(
 ) -> str:
     """Writes the configuration beside its run; returns the training command.
 
-    An earlier one moves with its run if that was moved aside; otherwise an edited one is kept here.
+    An earlier recipe moves with its run if that was moved aside; otherwise an edited one is renamed
+    here.
 
-    Args: before: the earlier runs in output_dir when this one started.  name: of the file there.
+    Args:
+        before: the folders of earlier runs in output_dir when this run started.
+        name: of the file.
     """
     file = output_dir / name
     content = recipe.text.encode()
@@ -427,28 +462,30 @@ def write_recipe(
             for moved in {*output_dir.glob(ASIDE)} - before:
                 file.replace(moved / name)
         if file.exists() and bytes_of(file) != content:  # perhaps edited by hand
-            file.replace(_unused(file.with_name(f"{name}.old")))
+            file.replace(_find_unused_name(file.with_name(f"{name}.old")))
         replace_file(file, content)
     return shlex.join(["ppdist", "train", "-c", str(file), *(["--eval"] if evaluate else [])])
 
 
-def _unused(file: Path) -> Path:
-    """First unused name of `file`, `file.2`, `file.3` and so on."""
+def _find_unused_name(file: Path) -> Path:
+    """Returns the first of `file`, `file.2`, `file.3` and so on that does not exist."""
     names = chain([file.name], (f"{file.name}.{number}" for number in count(2)))
-    return next(each for each in map(file.with_name, names) if not each.exists())
+    return next(path for path in map(file.with_name, names) if not path.exists())
 
 
 # --- trees ----------------------------------------------------------------------------------------
 
 
-def _value(tree: Node, key: str) -> Any:
+def _read_value(tree: Node, key: str) -> Any:
+    """Returns the value of a dotted key; None: absent."""
     node: Node | None = tree
     for part in key.split("."):
         node = node.child(part) if node is not None else None
     return None if node is None else node.plain()
 
 
-def _nested(choices: Sequence[Choice]) -> dict[str, Any]:
+def _nest_choices(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Builds a tree from choices with dotted keys."""
     result: dict[str, Any] = {}
     for choice in choices:
         *above, last = choice.key.split(".")
@@ -459,29 +496,30 @@ def _nested(choices: Sequence[Choice]) -> dict[str, Any]:
     return result
 
 
-def _same_keys(tree: Node, values: Any) -> Any:
+def _select_keys(tree: Node, values: Any) -> Any:
+    """Selects from the checked values those whose keys a tree has."""
     if isinstance(tree.value, dict) and isinstance(values, dict):
-        return {key: _same_keys(child, values[key]) for key, child in tree.value.items()}
+        return {key: _select_keys(child, values[key]) for key, child in tree.value.items()}
     return values
 
 
-def _row(choice: Choice, chosen: Any) -> tuple[str, str, str]:
+def _describe_choice(choice: Choice, chosen: Any) -> tuple[str, str, str]:
     value = chosen
     for part in choice.key.split("."):
         value = value[part]
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return choice.key, text if len(text) <= 60 else f"{text[:57]}...", choice.why
+    return choice.key, text if len(text) <= 60 else f"{text[:57]}...", choice.reason
 
 
-def _line(text: str) -> str:
+def _join_lines(text: str) -> str:
     return " ".join(printable(text).split())
 
 
-def _text(name: str, chosen: dict[str, Any], rows: Sequence[tuple[str, str, str]]) -> str:
+def _format_recipe(name: str, chosen: dict[str, Any], rows: Sequence[tuple[str, str, str]]) -> str:
     lines = [
         "# Decided by `ppdist train DATA --model NAME` and now an ordinary configuration: edit it,",
         "# and train with -c THIS_FILE.  Keys: docs/config.md.  Why:",
-        *(f"#   {' '.join(filter(None, (what, value)))}: {why}" for what, value, why in rows),
+        *(f"#   {' '.join(filter(None, (what, value)))}: {reason}" for what, value, reason in rows),
         "",
     ]
     first = {BASE_KEY: name, "output_dir": chosen["output_dir"]}

@@ -22,11 +22,11 @@ _SECONDS = 10.0  # after which no further step is made: a preview should not tak
 
 
 def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
-    """Estimates how long a run will take by some steps at a learning rate of 0.  Collective.
+    """Estimates the duration of a run from some steps at a learning rate of 0.  Collective.
 
-    The model's running statistics change all the same: train with another one.
+    The model's running statistics change nevertheless: train with another model.
 
-    Returns: how long the run will take, or why that is not known, for the user.
+    Returns: a line for the user: the duration, or the reason why it is unknown.
     Raises: UserError: the run would refuse its teacher.
     """
     config, schedule = decisions.config, decisions.schedule

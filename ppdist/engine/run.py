@@ -53,9 +53,9 @@ _MOST_CLASSES = 12  # rows of the final table: the weakest classes
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a training computes, and where it starts.
+    """The configuration of a training, and the checkpoint it starts from.
 
-    recipe: where the configuration came from; written beside the run.
+    recipe: the source of the configuration, written beside the run; None: it has another source.
     """
 
     config: ExperimentConfig
@@ -82,9 +82,9 @@ def plan_training(
     if data is None and config is None:
         assert resume.source is not None
         run = Path(resume.source)
-        own = options.items("batch", "weights", "image_size", "output_dir")
+        items = options.items("batch", "weights", "image_size", "output_dir")
         epochs = None if options.epochs is None else f"{options.epochs}"
-        longer, extends = config_of_run(run, epochs, [*own, *overrides])
+        longer, extends = config_of_run(run, epochs, [*items, *overrides])
         return TrainingPlan(longer, replace(resume, extends=extends))
     if isinstance(options.epochs, str):
         raise ConfigError(
@@ -122,7 +122,7 @@ def run_training(
     """
     config, recipe = plan.config, plan.recipe
     if (place := output_dir.resolve()) != output_dir.absolute():
-        output_dir = place  # for all: a link may be pointed elsewhere while the run writes
+        output_dir = place  # the link may be changed while the run writes
     comm.init(config.device, config.distributed)
     heartbeat.tell_run(output_dir)
     before = {*output_dir.glob(ASIDE)}
@@ -136,14 +136,14 @@ def run_training(
             callbacks=callbacks,
         )
     except DataError:
-        # The decisions are kept for reading and editing, but never replace another run's.
+        # The user may read and edit the decisions; those of an earlier run are not overwritten.
         if recipe is not None and comm.is_main() and not (output_dir / FILE).exists():
             write_recipe(recipe, output_dir, before, evaluate)
             process.say(f"ppdist: wrote {output_dir / FILE}, the configuration of this run")
         raise
     with experiment.log:
         if recipe is not None:
-            _tell(recipe, experiment.log, output_dir, before, evaluate)
+            _log_recipe(recipe, experiment.log, output_dir, before, evaluate)
         status = experiment.trainer.fit()
         if comm.is_main() and status == 0:  # a stopped run may be killed if it is slow to end
             experiment.log.info(f"drawing {output_dir / 'plots'}")
@@ -159,25 +159,25 @@ def run_training(
                 )
         try:
             if comm.is_main() and not hosts_change():
-                todo = following(output_dir, config)
+                todo = list_next_commands(output_dir, config)
                 if experiment.trainer.has_steps_left:
-                    todo = [("continue", continuing(output_dir, evaluate)), *todo]
-                experiment.log.run_summary(outcome(output_dir), todo)
+                    todo = [("continue", build_resume_command(output_dir, evaluate)), *todo]
+                experiment.log.run_summary(summarise_run(output_dir), todo)
         except Exception as error:  # a table must not fail the run
             experiment.log.warn_once("the summary", error)
         return status
 
 
-def outcome(output_dir: Path) -> list[str]:
-    """Summary of a run: per-class table and verdict."""
+def summarise_run(output_dir: Path) -> list[str]:
+    """Summarises a run: lines of the per-class table and of the verdict."""
     run, lines = read_run(output_dir), list[str]()
     if run.evaluation and len(run.evaluation["per_class"]) > 1:
         lines = class_table(run.evaluation, max_classes=_MOST_CLASSES).splitlines()
     return [*lines, *(finding.text for finding in judge_run(run))]
 
 
-def following(output_dir: Path, config: ExperimentConfig) -> list[tuple[str, str]]:
-    """Lists what users do next with a run: (purpose, command to copy) pairs."""
+def list_next_commands(output_dir: Path, config: ExperimentConfig) -> list[tuple[str, str]]:
+    """Lists the next commands for a run: (purpose, command to copy) pairs."""
     run = shlex.quote(str(output_dir))
     test = config.data.test is not None
     return [
@@ -187,8 +187,8 @@ def following(output_dir: Path, config: ExperimentConfig) -> list[tuple[str, str
     ]
 
 
-def continuing(output_dir: Path, evaluate: bool) -> str:
-    """The command that continues a run from its newest checkpoint."""
+def build_resume_command(output_dir: Path, evaluate: bool) -> str:
+    """Builds the command that continues a run from its newest checkpoint."""
     words = ["ppdist", "train", "--resume", str(output_dir), *([] if evaluate else ["--no-eval"])]
     if comm.world_size() == 1:
         return shlex.join(words)
@@ -197,10 +197,12 @@ def continuing(output_dir: Path, evaluate: bool) -> str:
     return shlex.join(["fleetrun", "--nproc_per_node", f"{comm.world_size()}", *words])
 
 
-def _tell(recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], evaluate: bool) -> None:
+def _log_recipe(
+    recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], evaluate: bool
+) -> None:
     """Logs a recipe's reasons, and the command that trains with it.  Collective.
 
-    Args: before: earlier runs that were in output_dir when this one started.
+    Args: before: see `write_recipe`.
     """
     again = comm.run_on_main(lambda: write_recipe(recipe, output_dir, before, evaluate))
     log.headline("again", again)
@@ -210,18 +212,18 @@ def _tell(recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], eval
 
 
 def _draw(output_dir: Path, experiment: Experiment, config: ExperimentConfig) -> None:
-    """Plots the run and its sets; an image may crash a decoder."""
+    """Plots the run and its sets; runs in a child process, because an image may crash a decoder."""
     import cv2
 
     cv2.setNumThreads(0)  # its threads do not survive a fork
-    log = experiment.log  # with its bar, as the parent process only waits
+    log = experiment.log  # its progress bar is free, as the parent process only waits
     draw_run(output_dir, tell=lambda done, total: log.busy(f"plots {done}/{total}", done, total))
     draw_labels(output_dir, experiment.sets, config.data, config.model.image_size)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Weights and a split, ready: `evaluator.measure(evaluator.predict(model))`."""
+    """An evaluation of weights on a split, ready: `evaluator.measure(evaluator.predict(model))`."""
 
     model: ImageModel
     dataset: DetectionSet
@@ -253,9 +255,9 @@ def prepare_evaluation(
         return dataset, load_all_weights(model, weights, names_for(weights, dataset.class_names))
 
     fetch_on_all_ranks(weights)
-    dataset, told = comm.run_on_all_ranks(load)
+    dataset, message = comm.run_on_all_ranks(load)
     evaluator = build_evaluator(config, dataset, model)
     slow = speed_up_cpu(config, [model])
     warnings = [finding.text for finding in findings_of(config, None, dataset)]
-    notes = tuple(note for note in (dataset.limited, told, *warnings, slow) if note)
+    notes = tuple(note for note in (dataset.limited, message, *warnings, slow) if note)
     return Evaluation(model, dataset, evaluator, notes)

@@ -1,4 +1,4 @@
-"""What a run is, beside its results: config.yml, environment.json, hyper-parameters."""
+"""The description of a run beside its results: config.yml, environment.json, hyper-parameters."""
 
 import json
 import os
@@ -22,9 +22,9 @@ from ppdist.engine.schedule_setup import ScheduleSetup
 def hyper_parameters(
     model: ModelConfig, seed: int, schedule: ScheduleSetup
 ) -> dict[str, float | str]:
-    """Values for VisualDL's hyperparameters page, which compares runs.
+    """Returns the values for VisualDL's hyperparameters page, which compares runs.
 
-    `settings` has all.  VisualDL takes no more than these seven and three metrics: with eleven
+    `settings` has all keys.  VisualDL takes no more than these seven and three metrics: with eleven
     columns its view of parallel coordinates hangs (release 2.5.3, 1,440 pixels wide).
     """
     height, width = model.image_size
@@ -41,7 +41,7 @@ def hyper_parameters(
 
 
 def settings(config: Section) -> dict[str, str]:
-    """Every key as -o takes it, one line per section."""
+    """Lists every key as -o takes it, one line per section."""
     texts: dict[str, list[str]] = {}
     for key, value in flattened(config).items():
         section = key.partition(".")[0] if "." in key else "run"
@@ -82,9 +82,9 @@ def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None
 
 
 def _git_commit() -> str | None:
-    """Commit of the checkout this package runs from; None outside git."""
+    """Returns the commit of the checkout this package runs from; None outside git."""
     try:
-        said = output_of(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], 10)
+        output = output_of(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], 10)
     except OSError:
         return None
-    return said[1].strip() or None if said is not None else None
+    return output[1].strip() or None if output is not None else None

@@ -31,12 +31,12 @@ class Fact(NamedTuple):
     value: Any  # as JSON holds it
     name: str
     shown: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class ScheduleSetup:
-    """Schedule of a run, which rank 0 logs as a table."""
+    """The schedule of a run, which rank 0 logs as a table."""
 
     world: int
     batches: MicroBatches
@@ -58,88 +58,90 @@ class ScheduleSetup:
 
     @property
     def total_batch(self) -> int:
-        """Images per optimizer step over all ranks and micro-batches."""
+        """Returns the images per optimizer step over all ranks and micro-batches."""
         return self.batches.total_batch
 
     @property
     def batch_size_per_card(self) -> int:
-        """Most images of a pass on a rank where ranks share evenly."""
+        """Returns the largest number of images in a pass of a rank, if ranks share evenly."""
         return self.batches.per_rank(self.world)
 
     @property
     def step_images(self) -> int:
-        """Images of a full step: the total batch or a smaller set."""
+        """Returns the images of a full step: the total batch, or the set if that is smaller."""
         return min(self.total_batch, self.dataset_size)
 
     @property
     def batch_ratio(self) -> float:
-        """Images of a step / reference batch."""
+        """Returns images of a step / reference batch."""
         return self.step_images / self.reference_batch
 
     @property
     def steps_per_written_epoch(self) -> float:
-        """Optimizer steps of an epoch as configured.
+        """Returns the optimizer steps of an epoch as configured.
 
-        Phases of the loss and drops of the learning rate are counted in these.
+        Phases of the loss and drops of the learning rate are counted in these epochs.
         """
         return self.steps_per_epoch * self.phase_scale
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(name, value, why) for the table."""
-        return [(fact.name, fact.shown, fact.why) for fact in self.facts()]
+        """Returns (name, value, reason) rows for the table."""
+        return [(fact.name, fact.shown, fact.reason) for fact in self.facts()]
 
     def record(self) -> dict[str, dict[str, Any]]:
-        """Values and reasons of everything, by key, for metrics.jsonl."""
-        return {fact.key: {"value": fact.value, "why": fact.why} for fact in self.facts()}
+        """Returns the values and reasons of all numbers, by key, for metrics.jsonl."""
+        return {fact.key: {"value": fact.value, "why": fact.reason} for fact in self.facts()}
 
     def facts(self) -> Iterator[Fact]:
         """Yields every number, in table order.
 
         The keys are those of metrics.jsonl.
         """
-        why = (
+        reason = (
             "processes that fleetrun started"
             if self.world > 1
             else "one process, no launcher needed"
         )
-        yield Fact("ranks", self.world, "ranks", f"{self.world}", why)
-        why = self.batches.describe(self.world)
-        yield Fact("total_batch", self.total_batch, "total batch", f"{self.total_batch}", why)
+        yield Fact("ranks", self.world, "ranks", f"{self.world}", reason)
+        reason = self.batches.describe(self.world)
+        yield Fact("total_batch", self.total_batch, "total batch", f"{self.total_batch}", reason)
         given = self.optimizer.reference_batch_size is not None
-        whole = self.step_images < self.total_batch
-        images = f"all {self.step_images} images" if whole else f"total batch {self.total_batch}"
-        why = f"{images} / optimizer.reference_batch_size "
-        why += f"{self.reference_batch}" if given else "null: nothing is scaled"
-        yield Fact("kappa", self.batch_ratio, "batch / reference", f"{self.batch_ratio:g}", why)
-        yield from self._of_optimizer()
-        yield from self._of_length()
+        is_small_set = self.step_images < self.total_batch
+        images = (
+            f"all {self.step_images} images" if is_small_set else f"total batch {self.total_batch}"
+        )
+        reason = f"{images} / optimizer.reference_batch_size "
+        reason += f"{self.reference_batch}" if given else "null: nothing is scaled"
+        yield Fact("kappa", self.batch_ratio, "batch / reference", f"{self.batch_ratio:g}", reason)
+        yield from self._list_optimizer_facts()
+        yield from self._list_length_facts()
 
-    def _of_optimizer(self) -> Iterator[Fact]:
+    def _list_optimizer_facts(self) -> Iterator[Fact]:
         before, after, ratio = self.optimizer, self.scaled, self.batch_ratio
-        why = f"{before.lr:g}, {before.lr_scaling} scaling by {ratio:g}"
+        reason = f"{before.lr:g}, {before.lr_scaling} scaling by {ratio:g}"
         if before.noise_scale is not None:
             effective = effective_batch_ratio(
                 self.step_images, self.reference_batch, before.noise_scale
             )
-            why += f", which counts as {effective:g} at a noise scale of {before.noise_scale:g}"
-        yield Fact("lr", after.lr, "learning rate", f"{after.lr:g}", why)
-        why = f"{before.weight_decay:g}"
+            reason += f", which counts as {effective:g} at a noise scale of {before.noise_scale:g}"
+        yield Fact("lr", after.lr, "learning rate", f"{after.lr:g}", reason)
+        reason = f"{before.weight_decay:g}"
         if after.weight_decay != before.weight_decay:
             factor = after.weight_decay / before.weight_decay
-            why += f" x {factor:g}: learning rate x decay per image stays the same"
+            reason += f" x {factor:g}: learning rate x decay per image stays the same"
         else:
-            why += ", as written"
+            reason += ", as written"
         decay = after.weight_decay
-        yield Fact("weight_decay", decay, "weight decay", f"{decay:g}", why)
+        yield Fact("weight_decay", decay, "weight decay", f"{decay:g}", reason)
         if before.name == "momentum":
-            why = "as written: a larger batch only changes the rate"
-            yield Fact("momentum", after.momentum, "momentum", f"{after.momentum:g}", why)
+            reason = "as written: a larger batch only changes the rate"
+            yield Fact("momentum", after.momentum, "momentum", f"{after.momentum:g}", reason)
         else:
             betas = [float(f"{beta:.6g}") for beta in after.betas]
             shown = f"{betas[0]:g}, {betas[1]:g}; epsilon {after.epsilon:.3g}"
             yield Fact("betas", betas, "betas", shown, "as written")
 
-    def _of_length(self) -> Iterator[Fact]:
+    def _list_length_facts(self) -> Iterator[Fact]:
         schedule = self.lr_scheduler.config
         warm, growth = self.lr_scheduler.warmup_steps, ""
         written = self.phase_scale / self.epoch_scale
@@ -147,40 +149,40 @@ class ScheduleSetup:
             growth = f" ({warm / max(1, self.written_warmup):.3g} x as many images)"
         bound = f", {self.warmup_bound}" if self.warmup_bound else ""
         full, rest = divmod(warm, self.steps_per_epoch)  # the last step of an epoch may be smaller
-        why = (
+        reason = (
             f"{counted(schedule.warmup_epochs * written, 'epoch')} at the reference batch, "
             f"compensation {schedule.warmup_compensation}{growth}{bound}: "
             f"{counted(full * self.dataset_size + rest * self.total_batch, 'image')} "
             f"({warm / self.steps_per_epoch:.2f} epochs)"
         )
-        yield Fact("warmup_steps", warm, "warm-up", counted(warm, "step"), why)
+        yield Fact("warmup_steps", warm, "warm-up", counted(warm, "step"), reason)
         start = self.schedule_steps if self.ema_restart is None else self.ema_restart.step
         limit = self.ema_decay.limit
-        why = self._of_ema(self.ema_decay, start)
-        yield Fact("ema_decay", limit, "EMA decay", f"{limit:.6g}", why)
+        reason = self._explain_ema(self.ema_decay, start)
+        yield Fact("ema_decay", limit, "EMA decay", f"{limit:.6g}", reason)
         if self.ema_restart is not None:
-            why = "strong augmentation ends; from there on decay "
-            why += self._of_ema(self.ema_restart.decay, self.schedule_steps - start)
-            yield Fact("ema_restart", start, "EMA restart", f"before step {start + 1}", why)
+            reason = "strong augmentation ends; from there on decay "
+            reason += self._explain_ema(self.ema_restart.decay, self.schedule_steps - start)
+            yield Fact("ema_restart", start, "EMA restart", f"before step {start + 1}", reason)
         steps, key = self.steps_per_epoch, "steps_per_epoch"
-        why = f"{counted(self.dataset_size, 'image')} / {self.total_batch}"
+        reason = f"{counted(self.dataset_size, 'image')} / {self.total_batch}"
         if steps > 1 and self.dataset_size % self.total_batch:
-            why += ", the last step smaller"
-        yield Fact(key, steps, "steps per epoch", f"{steps}", why)
+            reason += ", the last step smaller"
+        yield Fact(key, steps, "steps per epoch", f"{steps}", reason)
         epochs = round(self.total_steps / self.steps_per_epoch, 1)
-        why = f"{counted(epochs, 'epoch')}; {schedule.name} schedule "
-        why += f"over {counted(self.schedule_steps, 'step')}"
+        reason = f"{counted(epochs, 'epoch')}; {schedule.name} schedule "
+        reason += f"over {counted(self.schedule_steps, 'step')}"
         if self.epoch_scale > 1:
-            why += (
+            reason += (
                 f", {self.epoch_scale:.4g} x the {self.epochs:g} epochs configured, as are all "
                 f"phases in epochs (train.epochs_compensation)"
             )
         if written != 1:
-            why += (
+            reason += (
                 f"; phases in epochs are {self.phase_scale:.4g} x as long as configured "
                 f"(train.phases_for_epochs)"
             )
-        yield Fact("steps", self.total_steps, "steps", f"{self.total_steps}", why)
+        yield Fact("steps", self.total_steps, "steps", f"{self.total_steps}", reason)
 
     @property
     def warmup_bound(self) -> str:
@@ -191,28 +193,28 @@ class ScheduleSetup:
         if warm == schedule.warmup_least_steps > 0:
             return f"at least {counted(warm, 'step')}"
         epochs = schedule.warmup_epochs * self.phase_scale / self.epoch_scale
-        most = epochs + MOST_WARMUP_GROWTH * self.schedule_steps / self.steps_per_epoch
-        if warm > self.written_warmup and warm >= round(most * self.steps_per_epoch):
+        max_epochs = epochs + MOST_WARMUP_GROWTH * self.schedule_steps / self.steps_per_epoch
+        if warm > self.written_warmup and warm >= round(max_epochs * self.steps_per_epoch):
             return f"cut to {MOST_WARMUP_GROWTH:.0%} of the run beyond that"
         return ""
 
     def interval(self, epochs: float) -> int:
-        """Steps between what happens every so many epochs, one at least."""
+        """Converts an interval in epochs to steps, at least one."""
         return max(1, round(epochs * self.steps_per_epoch))
 
     def step_of_last(self, epochs: int) -> int:
-        """The first step of the run's last so many epochs."""
+        """Returns the step (from 0) at which the last `epochs` epochs of the run begin."""
         return _step_of_last(epochs, self.schedule_steps, self.steps_per_epoch)
 
-    def _of_ema(self, decay: Decay, updates: int) -> str:
-        why = f"{decay.decay:g} ** {self.batch_ratio:g}, ramp "
+    def _explain_ema(self, decay: Decay, updates: int) -> str:
+        reason = f"{decay.decay:g} ** {self.batch_ratio:g}, ramp "
         ramp = decay.ramp_steps
-        why += f"of {ramp / self.batch_ratio:g} steps" if ramp else "(1 + t) / (10 + t)"
-        return f"{why}: {decay(max(1, updates)):.4g} at the end"
+        reason += f"of {ramp / self.batch_ratio:g} steps" if ramp else "(1 + t) / (10 + t)"
+        return f"{reason}: {decay(max(1, updates)):.4g} at the end"
 
 
 def counted(number: float, what: str, plural: str = "s") -> str:
-    """Number with its noun: `1 step`, `2 steps`."""
+    """Formats a number with its noun: `1 step`, `2 steps`."""
     return f"{number:g} {what}{plural * (number != 1)}"
 
 
@@ -230,16 +232,14 @@ def set_up_schedule(
     augment: AugmentConfig,
     phases_factor: float = 1.0,
 ) -> ScheduleSetup:
-    """Turns epochs and reference values into steps and rates.
-
-    Nothing else does.
+    """Turns epochs and reference values into steps and rates, the only place that does.
 
     Args:
         augment: as configured.
         phases_factor: `epochs` / those that warm-up and other phases were configured for.
     Raises: ConfigError: a run without a single step; betas that cannot follow the batch.
     """
-    # What a step has, and so what everything is scaled for; a set may be smaller than the batch.
+    # The set may be smaller than the batch: everything is scaled for the images that a step has.
     total_batch = min(batches.total_batch, dataset_size)
     reference = optimizer.reference_batch_size or total_batch
     steps_per_epoch = math.ceil(dataset_size / total_batch)
@@ -252,7 +252,7 @@ def set_up_schedule(
             code="epochs_without_step",
             where="train.epochs",
         )
-    scaled = _scaled(optimizer, total_batch, reference)
+    scaled = _scale_optimizer(optimizer, total_batch, reference)
     warmup = schedule.warmup_epochs * phases_factor
     beta2 = scaled.betas[1] if scaled.name == "adamw" else None
 
@@ -300,24 +300,26 @@ def set_up_schedule(
 
 
 def _step_of_last(epochs: int, steps: int, steps_per_epoch: int) -> int:
-    """The first step of the last so many epochs of a schedule."""
+    """Returns the step (from 0) at which the last `epochs` epochs of a schedule begin."""
     return max(0, math.ceil(steps / steps_per_epoch) - epochs) * steps_per_epoch
 
 
 def _epoch_scale(epochs: float, total: int, reference: int, noise_scale: float | None) -> float:
-    """Epochs of this run / epochs configured; 1 without a noise scale."""
+    """Computes epochs of this run / epochs configured; 1 without a noise scale."""
     factor = 1.0 if noise_scale is None else epochs_factor(total, reference, noise_scale)
-    # Up to whole epochs, so that the longer run too sees every image equally often; a run of less
-    # than one does not, and would jump to it.
+    # Rounded up to whole epochs, so that the longer run sees every image equally often.  A run of
+    # less than one epoch never does, and rounding would lengthen it to a whole one.
     if factor == 1.0 or epochs < 1:
         return factor
     return math.ceil(epochs * factor - 1e-9) / epochs
 
 
-def _scaled(config: OptimizerConfig, total_batch: int, reference_batch: int) -> OptimizerConfig:
-    """The optimizer for a total batch.
+def _scale_optimizer(
+    config: OptimizerConfig, total_batch: int, reference_batch: int
+) -> OptimizerConfig:
+    """Scales an optimizer's learning rate and weight decay to a total batch.
 
-    With lr_scaling: none the weight decay stays, too: both were set for this batch by hand.
+    With lr_scaling: none the weight decay stays as well: both were set for this batch by hand.
     """
     ratio = total_batch / reference_batch
     effective = effective_batch_ratio(total_batch, reference_batch, config.noise_scale)
@@ -329,17 +331,17 @@ def _scaled(config: OptimizerConfig, total_batch: int, reference_batch: int) -> 
 
 
 def extension_note(schedule: ScheduleSetup, before_steps: int, step: int) -> str:
-    """A line about the schedule of an extended run.
+    """Describes the schedule of an extended run in a line for the log.
 
     Args:
-        before_steps: of the schedule it had.
+        before_steps: length of its previous schedule, in steps.
         step: optimizer steps made.
     """
     rate = schedule.lr_scheduler
     warmup = round(rate.warmup_steps * before_steps / schedule.schedule_steps)
     before = replace(rate, total_steps=before_steps, warmup_steps=warmup)
     last = before(min(step, before_steps) - 1)
-    made, planned = (each / schedule.steps_per_epoch for each in (step, schedule.schedule_steps))
+    made, planned = (steps / schedule.steps_per_epoch for steps in (step, schedule.schedule_steps))
     return (
         f"continuing from epoch {made:g} to {planned:g} on a schedule over all {planned:g} epochs: "
         f"the learning rate, which had ended at {last:.2g}, is {rate(step):.2g} now and "

@@ -16,7 +16,7 @@ _GIB = 1 << 30
 
 
 class StepSums(BaseModel):
-    """Sums over the steps since a report, in float64.
+    """Sums over the steps since the last report, in float64.
 
     Attributes:
         after: the step before the first one that is summed.
@@ -47,11 +47,11 @@ class StepSums(BaseModel):
 
     @classmethod
     def resumed(cls, saved: "StepSums | None", step: int, every: int) -> "StepSums":
-        """Returns the sums with which a run goes on after `step`.
+        """Returns the sums with which a run continues after `step`.
 
         Args:
             saved: those of its checkpoint; None: it has none.
-            every: how many steps have a mean together.
+            every: steps of an epoch, or between records, which have one mean.
         """
         first = step - step % every
         if saved is not None and saved.after == first:
@@ -69,12 +69,12 @@ class StepSums(BaseModel):
         self.images += result.images
         self.wall_seconds += seconds.wall
         self.data_seconds += seconds.data
-        self.gradient_norm = _plus(self.gradient_norm, result.gradient_norm)
+        self.gradient_norm = _add(self.gradient_norm, result.gradient_norm)
         self.lr = lr
         if losses:
             self.applied += 1
             for name, value in result.losses.items():
-                self.losses[name] = _plus(self.losses.get(name, 0.0), value)
+                self.losses[name] = _add(self.losses.get(name, 0.0), value)
 
     def mean_losses(self) -> dict[str, float]:
         """Returns the mean of each loss by its name; NaN if a value was not finite."""
@@ -82,7 +82,7 @@ class StepSums(BaseModel):
 
     @property
     def images_per_second(self) -> float:
-        """Images of all ranks per second of the steps' wall time."""
+        """Returns the images of all ranks per second of the steps' wall time."""
         return self.images / max(self.wall_seconds, 1e-9)
 
 
@@ -91,12 +91,12 @@ def mean(total: float | None, count: int) -> float:
     return math.nan if total is None else total / count
 
 
-def _plus(total: float | None, value: float) -> float | None:
+def _add(total: float | None, value: float) -> float | None:
     return None if total is None or not math.isfinite(total + value) else total + value
 
 
 class EpochMeans(Callback):
-    """Collects an epoch's numbers: step means, evaluation results, speed."""
+    """A callback that collects an epoch's numbers: step means, evaluation results, speed."""
 
     def __init__(self, steps_per_epoch: int) -> None:
         self._steps_per_epoch = steps_per_epoch
@@ -125,11 +125,14 @@ class EpochMeans(Callback):
 
     def ends(self, step: int) -> bool:
         """Returns True if an epoch, or the run, ends with this step and is still to be reported."""
-        whole = step % self._steps_per_epoch == 0 or step == self._total_steps
-        return whole and self._sums.applied > 0 and self._sums.reported != step
+        is_end = step % self._steps_per_epoch == 0 or step == self._total_steps
+        return is_end and self._sums.applied > 0 and self._sums.reported != step
 
     def take(self, step: int) -> tuple[int, dict[str, float]]:
-        """Number (from 1) and results of the epoch ending at this step."""
+        """Returns the number (from 1) and the results of the epoch ending at this step.
+
+        Resets the sums, unless the run ends in mid-epoch.
+        """
         sums = self._sums
         numbers = {
             **sums.mean_losses(),
@@ -137,7 +140,7 @@ class EpochMeans(Callback):
             "images_per_second": sums.images_per_second,
             "data_share": sums.data_seconds / max(sums.wall_seconds, 1e-9),
             "seconds": time.monotonic() - self._began,
-            "memory_gib": _memory(),
+            "memory_gib": _measure_memory(),
             **self._metrics,
             **({"partial": True} if sums.partial else {}),
         }
@@ -147,11 +150,8 @@ class EpochMeans(Callback):
         return -(-step // self._steps_per_epoch), numbers
 
 
-def _memory() -> float:
-    """Peak memory of this process in GiB.
-
-    On an accelerator, that of the card.
-    """
+def _measure_memory() -> float:
+    """Returns the peak memory of this process in GiB, on an accelerator that of the card."""
     if device.on_accelerator():
         return device.peak_allocated_bytes() / _GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB

@@ -15,10 +15,10 @@ _SAME_REQUEST_SECONDS = 2.0
 
 
 class StopRequest:
-    """Whether this process was asked to stop.
+    """A request to stop, made of this process by a signal.
 
     Attributes:
-        made: it was; every rank hears of it in the next step's sum.
+        made: True once it was made; every rank learns of it from the next step's sum.
     """
 
     made = False
@@ -32,10 +32,10 @@ def until_first_step() -> None:
     a page about a "FatalError".  From `comm.init` on, a rank with peers just dies of SIGTERM, and
     fleetrun explains it.
     """
-    own = os.getpid()
+    process_id = os.getpid()
 
     def end(number: int, frame: Any) -> None:
-        if os.getpid() != own:  # a forked child that checks images
+        if os.getpid() != process_id:  # a forked child that checks images
             os._exit(128 + number)
         name = signal.Signals(number).name
         say(
@@ -59,12 +59,12 @@ def listen(ask: Callable[[], None]) -> None:
     Under fleetrun, a signal to one rank reaches all of them: fleetrun forwards it.  Another signal
     more than two seconds later ends this process, with the shell's code for Ctrl-C, else 1.
     """
-    rank = os.getpid()
+    process_id = os.getpid()
     first: float | None = None
 
     def hear(number: int, frame: Any) -> None:
         nonlocal first
-        if os.getpid() != rank:
+        if os.getpid() != process_id:
             return  # in a forked child that prepares images
         if first is None:
             first = time.monotonic()

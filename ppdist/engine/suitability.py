@@ -1,4 +1,4 @@
-"""Finds before the first step where data and configuration do not suit each other.
+"""Findings where data and configuration do not suit each other, before the first step.
 
 Training, its dry run, evaluation, `ppdist data check` and the verdict at the end show these lines.
 """
@@ -24,7 +24,7 @@ _STEP = 32  # input sizes are multiples of it
 def findings_of(
     config: ExperimentConfig, train: DetectionSet | None, val: DetectionSet | None
 ) -> list[Finding]:
-    """Finds what of a configuration does not suit the data, the most harmful first.
+    """Finds settings that do not suit the data, the most harmful first.
 
     Args: train, val: the splits that are read; None: not that one.
     Returns: one sentence each, with its code and the remedy; [] for classifiers.
@@ -42,10 +42,10 @@ def findings_of(
         )
         findings.append(Finding(DETR_FROM_SCRATCH, text))
     if train is not None:
-        findings += _tiny(config, train)
+        findings += _find_tiny_objects(config, train)
     for split, dataset in (("train", train), ("val", val)):
         if queries is not None and dataset is not None:
-            findings += _beyond_queries(queries, split, dataset)
+            findings += _find_crowded_images(queries, split, dataset)
     scored = val or train
     if scored is not None:
         limits = config.evaluate.max_detections, config.suppression.keep
@@ -53,8 +53,8 @@ def findings_of(
     return findings
 
 
-def _tiny(config: ExperimentConfig, train: DetectionSet) -> list[Finding]:
-    """Warns if many objects are smaller than the finest cells that look for them."""
+def _find_tiny_objects(config: ExperimentConfig, train: DetectionSet) -> list[Finding]:
+    """Warns if many objects are smaller than a cell of the finest feature map."""
     size = config.model.image_size
     objects = objects_of(train, size, config.data.resize)
     usable_M = ~objects.crowd_M & (objects.sizes_N2[objects.image_M] > 0).all(1)
@@ -83,7 +83,7 @@ def _tiny(config: ExperimentConfig, train: DetectionSet) -> list[Finding]:
     return [Finding(TINY_OBJECTS, text)]
 
 
-def _beyond_queries(queries: int, split: str, dataset: DetectionSet) -> list[Finding]:
+def _find_crowded_images(queries: int, split: str, dataset: DetectionSet) -> list[Finding]:
     """Warns if images show more objects than the model can find."""
     records = Records.of(dataset.records)
     count_N = np.bincount(records.image_O[~records.crowd_O], minlength=len(records))

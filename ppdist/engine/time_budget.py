@@ -7,20 +7,20 @@ from collections.abc import Callable
 from ppdist.common.job import STARTED_VARIABLE
 from ppdist.common.process import boot_seconds
 
-_MARGIN = 1.2  # what comes at the end may take this many times what it took before
-# For what comes after the last checkpoint: pictures, trackers.
+_MARGIN = 1.2  # the last evaluation and checkpoint may take this many times as long as before
+# For pictures and trackers, after the last checkpoint.
 _REST_SECONDS, _REST_SHARE = 60.0, 0.1
 
 
 class TimeBudget:
-    """Wall time of one start of a command (`train.hours`).
+    """The wall time that a started command may take (`train.hours`).
 
-    It counts from the start of fleetrun, over all its restarts; without fleetrun from the moment at
-    which this is made.
+    It counts from the start of fleetrun, over all its restarts; without fleetrun from the moment
+    when this object is made.
     """
 
     def __init__(self, hours: float, clock: Callable[[], float] = boot_seconds) -> None:
-        """Args: clock: that of STARTED_VARIABLE."""
+        """Args: clock: seconds, counted from the same moment as STARTED_VARIABLE."""
         self.hours = hours
         self._clock = clock
         self._began = float(os.environ.get(STARTED_VARIABLE) or clock())
@@ -33,18 +33,18 @@ class TimeBudget:
         )
 
     def elapsed(self) -> float:
-        """Seconds since the start."""
+        """Returns the seconds since the start."""
         return self._clock() - self._began
 
     def left(self) -> float:
-        """Seconds until the end, below 0 after it."""
+        """Returns the seconds until the end, below 0 after it."""
         return 3600 * self.hours - self.elapsed()
 
     def is_over(self, closing_seconds: float) -> bool:
-        """Whether the run has to end now to end in time.
+        """Returns True if the run has to stop now to end in time.
 
-        Args: closing_seconds: a last step, an evaluation and a checkpoint.
+        Args: closing_seconds: of a last step, an evaluation and a checkpoint.
         """
-        whole = 3600 * self.hours
-        rest = min(_REST_SECONDS, _REST_SHARE * whole)
-        return self.elapsed() + _MARGIN * closing_seconds + rest >= whole
+        total_seconds = 3600 * self.hours
+        rest = min(_REST_SECONDS, _REST_SHARE * total_seconds)
+        return self.elapsed() + _MARGIN * closing_seconds + rest >= total_seconds

@@ -10,7 +10,7 @@ from ppdist.cli.train import parse
 from ppdist.engine import run
 from ppdist.engine.continuation import ANEW
 from ppdist.engine.recipe import TrainOptions
-from ppdist.engine.run import TrainingPlan, continuing, plan_training, run_training
+from ppdist.engine.run import TrainingPlan, build_resume_command, plan_training, run_training
 from tests.errors import raises
 from tests.unit.engine.tiny import tiny_config
 
@@ -24,7 +24,7 @@ def test_absent_weights_are_told_before_the_data_are_read(tmp_path):
 
 @pytest.mark.parametrize("evaluate", [True, False])
 def test_the_command_that_continues_is_one_of_train(evaluate, monkeypatch):
-    words = shlex.split(continuing(Path("output/a b"), evaluate))
+    words = shlex.split(build_resume_command(Path("output/a b"), evaluate))
     assert words[:2] == ["ppdist", "train"]
     monkeypatch.setattr(sys, "argv", words[1:])
     arguments = parse()
@@ -32,10 +32,10 @@ def test_the_command_that_continues_is_one_of_train(evaluate, monkeypatch):
     assert arguments.eval in ((None, True) if evaluate else (False,))
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "2")
-    ranks = shlex.split(continuing(Path("output/a b"), evaluate))
+    ranks = shlex.split(build_resume_command(Path("output/a b"), evaluate))
     assert ranks == ["fleetrun", "--nproc_per_node", "2", *words]
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "1")
-    assert "on every host" in continuing(Path("output/a b"), evaluate)
+    assert "on every host" in build_resume_command(Path("output/a b"), evaluate)
 
 
 @pytest.mark.parametrize("name, place", [("link/run", "disk/run"), ("plain", "plain")])
