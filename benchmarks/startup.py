@@ -23,7 +23,7 @@ _STEPS = {
     "find_start": "checks",
     "read_sets": "data",
     "build_model": "model",
-    "_prepare": "model",
+    "_prepare_model": "model",
     "log_estimate": "model",
     "speed_up_cpu": "kernels' self-check",
     "build_train_step": "optimizer",

@@ -17,7 +17,7 @@ _BAD_STEPS = "bad_steps.jsonl"
 
 
 class BadSteps:
-    """The record of a run's steps that were left out, for whoever looks for the cause."""
+    """The record of a run's skipped steps, in bad_steps.jsonl, to find their cause."""
 
     def __init__(self, folder: Path, batch_source: BatchSource, log: RunLog) -> None:
         """Args: folder: output_dir of the run."""
@@ -28,17 +28,17 @@ class BadSteps:
     def add(
         self, step: int, reason: str, images: list[int], loss: float, not_finite: Sequence[str] = ()
     ) -> tuple[str, str]:
-        """Adds the images of a step.  Collective.
+        """Adds a skipped step with its images.  Collective.
 
-        They are those of the ranks where a term was not finite; if no rank has such a term, those
-        of all ranks.
+        The images are those of the ranks where a term was not finite; if no rank has such a term,
+        those of all ranks.
 
         Args:
             reason: what was wrong with the step.
             images: positions in the set, of this rank.
             loss: of this rank, a sum over them.
             not_finite: see `StepResult.own_not_finite`.
-        Returns: the first images and the terms with their ranks, both as text for a message.
+        Returns: text for a message: the first images; the terms that were not finite, with ranks.
         """
         own_loss = loss if math.isfinite(loss) else f"{loss}"
         images_W = comm.all_gather_large_object([own_loss, images, not_finite, comm.host()])
@@ -62,17 +62,17 @@ class BadSteps:
         first_images = ", ".join(paths[:_SHOWN]) + (
             f" and {len(paths) - _SHOWN} more" * (len(paths) > _SHOWN)
         )
-        return first_images, _terms_by_rank([(terms, host) for *_, terms, host in images_W])
+        return first_images, _describe_terms([(terms, host) for *_, terms, host in images_W])
 
     @property
     def path(self) -> str:
-        """Path of the file, with the host if there are several."""
+        """Returns the path of the file, with the host if there are several."""
         several = len({*comm.addresses()}) > 1
         return f"{self._folder / _BAD_STEPS}" + f" on host {comm.host()}" * several
 
 
-def _terms_by_rank(terms_W: Sequence[tuple[Sequence[str], str]]) -> str:
-    """Names terms and their ranks: `loss on rank 1 (host a)`.
+def _describe_terms(terms_W: Sequence[tuple[Sequence[str], str]]) -> str:
+    """Describes terms and the ranks where they were not finite: `loss on rank 1 (host a)`.
 
     Args: terms_W: for each rank its terms that were not finite, and its host.
     """

@@ -118,7 +118,7 @@ _LOSSES = {
 
 
 def loss_of(model: ModelConfig | DetectorConfig) -> type[Loss]:
-    """The loss of a model, ours or a plugin's, by its section.
+    """Returns the loss class of a model, ours or a plugin's, by its `model` section.
 
     Raises: ConfigError: it is a plugin's and cannot be imported.
     """
@@ -142,6 +142,7 @@ class TrainingData:
     """The images of a run.
 
     Attributes:
+        bad_images: training images that cannot be used.
         images: samples of an epoch over all ranks.
         pixels: see `Run`.
     """
@@ -217,16 +218,17 @@ def decide_training(
     messages.detail(lines)
     model = build_model(config)
     messages.detail(limits(data.train_set, data.val_set))
+
     findings = findings_of(config, data.train_set, data.val_set)
     if not anew:  # its checkpoint has weights
         findings = [finding for finding in findings if finding.code != DETR_FROM_SCRATCH]
     messages.warn(About.RUN, [finding.text for finding in findings])
-    _prepare(config, model, data.train_set, output_dir, anew, messages)
+    _prepare_model(config, model, data.train_set, output_dir, anew, messages)
 
     schedule = build_schedule_setup(config, data.images, batches)
     run = validate_resume(start, schedule, data.train_set, config, data.pixels)
-    data.bad_images.known |= run.bad_images
-    run.bad_images = data.bad_images.known  # checkpoints hold what is met from here on
+    data.bad_images.reasons |= run.bad_images
+    run.bad_images = data.bad_images.reasons  # checkpoints hold what is met from here on
     size = comm.run_on_all_ranks(lambda: complexity(model))
     messages.warn(About.START, start.warnings)
     messages.warn(About.RUN, config_warnings(config, anew))
@@ -299,7 +301,7 @@ def build_training(
         card = _describe_model(decisions.config, model, data.train_set, start)
         trainer = _build_trainer(decisions, log, callbacks, card, kernels)
         if start.snapshot is not None:
-            trainer.restore(start.snapshot, start.own, bool(start.rescored))
+            trainer.restore(start.snapshot, start.in_place, bool(start.rescored))
         trainer.train_step.loss.begin()  # now that anchors are known
         trainer.state.run = decisions.run
         _record_start(decisions, log)
@@ -311,9 +313,9 @@ def build_training(
 def _take_folder(
     decisions: Decisions, output_dir: Path, command: list[str], given: ExperimentConfig
 ) -> None:
-    """Makes a folder that of this run.  Collective.
+    """Takes a folder for this run and writes its configuration there.  Collective.
 
-    Args: given: its configuration as typed.
+    Args: given: the configuration as typed, before anything was resolved.
     """
     data, messages = decisions.data, decisions.messages
     messages.warn(About.MACHINE, comm.run_on_main(lambda: files.hold(output_dir)))
@@ -345,7 +347,7 @@ def _open_log(decisions: Decisions, output_dir: Path, early: EarlyLog) -> RunLog
 
 
 def _announce(decisions: Decisions, output_dir: Path, log: RunLog) -> None:
-    """Writes what the run is about to do."""
+    """Writes to the log what the run is about to do."""
     config, data, schedule = decisions.config, decisions.data, decisions.schedule
     decisions.messages.write(log)
     log.headline("data", data_line(config, data.train_set, data.val_set))
@@ -373,7 +375,7 @@ def _record_start(decisions: Decisions, log: RunLog) -> None:
         log.warning(warning)
 
 
-def _prepare(
+def _prepare_model(
     config: ExperimentConfig,
     model: ImageModel,
     train_set: DetectionSet,
@@ -383,7 +385,7 @@ def _prepare(
 ) -> None:
     """Loads pretrained weights if the run starts anew.  Collective.
 
-    Details tell of frozen layers and rates of single layers, too.
+    Adds the report, and the frozen layers and rates of single layers, to the messages.
     """
     if anew:
         comm.run_on_all_ranks(lambda: keep_sources(config, output_dir))
@@ -437,10 +439,10 @@ def _describe_model(
             resumed = read_card(start.path) if start.path is not None else None
             if resumed is not None and resumed.source:
                 return [resumed.licence, resumed.source]
-            known = read_card(pretrained) if pretrained is not None else None
+            source_card = read_card(pretrained) if pretrained is not None else None
         except UserError:  # already reported, or no longer there
-            known = None
-        return [*origin(data, pretrained, known)]
+            source_card = None
+        return [*origin(data, pretrained, source_card)]
 
     licence, source = comm.run_on_main(find)
     return card_of(
@@ -462,14 +464,14 @@ def _fit_anchors(
 
     def fit() -> dict[str, Any]:
         wh_N2 = sizes_in_input(train_set, config.model.image_size, config.data.resize)
-        found = refit(wh_N2, before_LA2, threshold=threshold, seed=config.seed)
-        better = None if found.anchors_LA2 is None else found.anchors_LA2.tolist()
-        return {"anchors": better, "told": found.told}
+        result = refit(wh_N2, before_LA2, threshold=threshold, seed=config.seed)
+        better = None if result.anchors_LA2 is None else result.anchors_LA2.tolist()
+        return {"anchors": better, "message": result.told}
 
-    found = comm.run_on_main(fit)
-    log.detail(f"anchors: {found['told']}")
-    if found["anchors"] is not None:
-        model.set_anchors(np.array(found["anchors"], np.float32))
+    report = comm.run_on_main(fit)
+    log.detail(f"anchors: {report['message']}")
+    if report["anchors"] is not None:
+        model.set_anchors(np.array(report["anchors"], np.float32))
 
 
 def _build_trainer(
@@ -495,7 +497,7 @@ def _build_trainer(
     source = build_batch_source(config, train_set, schedule, dirs.folder / "plots", log.put)
     policies = build_policies(decisions, source, log)
     names = train_set.class_names
-    train_step = build_train_step(config, schedule, model, kernels, names, policies.of_step)
+    train_step = build_train_step(config, schedule, model, kernels, names, policies.step_policies)
     if isinstance(train_step.loss, DistilledLoss):
         log.detail(train_step.loss.distillation.about)
 
@@ -522,7 +524,7 @@ def _build_trainer(
     parts = TrainingParts(
         train_step=train_step,
         batch_source=source,
-        policies=policies.of_run(train_step),
+        policies=policies.make_run_policies(train_step),
         stop=policies.stop,
         schedule=schedule,
         evaluations=Evaluations(
@@ -538,61 +540,62 @@ def _build_trainer(
             *([StragglerMonitor(log)] if several else []),
             metrics_logger,
             means,
-            *_loggers(decisions, log, means, evaluator, pictures),
+            *_build_loggers(decisions, log, means, evaluator, pictures),
             *callbacks,
         ],
     )  # fmt: skip
     return Trainer(parts)
 
 
-def _loggers(
+def _build_loggers(
     decisions: Decisions,
     log: RunLog,
     means: EpochMeans,
     evaluator: Evaluator | ClassificationEvaluator | None,
     pictures: EvaluationPictures,
 ) -> list[Callback]:
-    """Callbacks that report epochs and evaluations.
+    """Builds the callbacks that report epochs and evaluations.
 
     Args: evaluator: None: nothing is evaluated.
     """
     steps = decisions.schedule.steps_per_epoch
     if evaluator is None:
         return [EpochLogger(log, means, steps)]
-    most = decisions.config.evaluate.max_detections
+    max_detections = decisions.config.evaluate.max_detections
     return [
         EpochLogger(log, means, steps, evaluator.headline[:2]),
         EvaluationLogger(
             log,
             steps,
             show=partial(pictures.show, log),
-            analyse=lambda step: analyse(evaluator.scored, evaluator.results, step, most),
+            analyse=lambda step: analyse(evaluator.scored, evaluator.results, step, max_detections),
         ),
     ]
 
 
 class Policies(NamedTuple):
-    """What may change a training and is not its mathematics.
+    """The policies of a training, which change its course but not its mathematics.
 
-    of_step: besides the average of the weights, see `build_train_step`.
-    of_run: makes those of the run for its step.
-    stop: a request of this process.
+    step_policies: policies of a step, but for the average of the weights, which
+        `build_train_step` adds.
+    make_run_policies: makes the policies of the run, given its step.
+    stop: the stop request of this process.
     """
 
-    of_step: list[StepPolicy]
-    of_run: Callable[[TrainStep], list[RunPolicy]]
+    step_policies: list[StepPolicy]
+    make_run_policies: Callable[[TrainStep], list[RunPolicy]]
     stop: StopRequest
 
 
 def build_policies(decisions: Decisions, source: BatchSource, log: RunLog) -> Policies:
-    """The policies of a training, in the order in which they are asked."""
+    """Builds the policies of a training, in the order in which they are asked."""
     config, schedule = decisions.config, decisions.schedule
     stop, stand_in = StopRequest(), StandIn()
     ends: list[Stop | TimeLimit] = [Stop(stop)]
     if decisions.budget is not None:
         ends.append(TimeLimit(decisions.budget, schedule, log))
 
-    def of_run(train_step: TrainStep) -> list[RunPolicy]:
+    def make_run_policies(train_step: TrainStep) -> list[RunPolicy]:
         bad_steps = BadSteps(decisions.dirs.folder, source, log)
         rollback = Rollback(train_step, config.train.bad_steps_limit, bad_steps, log)
         policies: list[RunPolicy] = [
@@ -602,17 +605,20 @@ def build_policies(decisions: Decisions, source: BatchSource, log: RunLog) -> Po
         ]
         if comm.world_size() > 1:
             check_every = config.distributed.check_weights_every
-            policies.append(ReplicaCheck(train_step, check_every, rollback.once, log))
+            policies.append(ReplicaCheck(train_step, check_every, rollback.roll_back_once, log))
         return [*policies, *ends]
 
     blocklist = BadImages(decisions.data.bad_images, log)
-    return Policies([*ends, blocklist, stand_in, Outage()], of_run, stop)
+    return Policies([*ends, blocklist, stand_in, Outage()], make_run_policies, stop)
 
 
 def intervals(
     config: ExperimentConfig, schedule: ScheduleSetup, exchange: Exchange
 ) -> tuple[int, int]:
-    """Optimizer steps between checkpoints (0: only the best and the last) and evaluations."""
+    """Returns the optimizer steps between checkpoints (0: only best and last) and evaluations.
+
+    Both are rounded up to steps after which all ranks hold the same weights.
+    """
     save_every = config.checkpoint.every_steps or 0
     if config.checkpoint.every_steps is None and config.checkpoint.every_epochs > 0:
         save_every = schedule.interval(config.checkpoint.every_epochs)
@@ -638,16 +644,18 @@ def build_model(config: ExperimentConfig) -> ImageModel:
                 f"expected multiples of {step} pixels",
                 code="image_size_not_multiple",
                 where=f"{key}: [{height}, {width}]",
-                fix=f"use a height of {_multiples(height, step)} and a width of "
-                f"{_multiples(width, step)}",
+                fix=f"use a height of {_list_multiples(height, step)} and a width of "
+                f"{_list_multiples(width, step)}",
             )
     return model
 
 
-def _multiples(side: int, step: int) -> str:
-    """The nearest multiples of step around a number of pixels."""
+def _list_multiples(side: int, step: int) -> str:
+    """Names the multiples of `step` next to a number of pixels: `320 or 352`."""
     below = side // step * step
-    return " or ".join(f"{each}" for each in sorted({below, -(-side // step) * step}) if each)
+    return " or ".join(
+        f"{multiple}" for multiple in sorted({below, -(-side // step) * step}) if multiple
+    )
 
 
 def build_schedule_setup(
@@ -739,9 +747,9 @@ def build_train_step(
 
 
 def build_precision(amp: AmpConfig, kernels: Kernels) -> Precision:
-    """What a step computes in.
+    """Builds the precision in which a step computes.
 
-    Args: kernels: of a CPU, where Paddle's autocast does nothing.
+    Args: kernels: the CPU kernels, because Paddle's autocast does nothing on a CPU.
     """
     if not amp.enabled:
         return Precision()
@@ -752,7 +760,7 @@ def build_precision(amp: AmpConfig, kernels: Kernels) -> Precision:
 
 
 def trial_policies() -> list[StepPolicy]:
-    """Policies of steps that are only tried: no rank waits for one that has no memory or images."""
+    """Builds the policies of trial steps: no rank waits for one without memory or images."""
     return [StandIn(), Outage()]
 
 
@@ -763,11 +771,11 @@ def build_batch_source(
     plots: Path | None = None,
     put: Put = lambda name, write, size: write(),
 ) -> BatchSource:
-    """This rank's training micro-batches; every rank builds one at the same time.
+    """Builds the source of this rank's training micro-batches.  Collective.
 
     Args:
         plots: folder where rank 0 draws some of its batches; None: no pictures.
-        put: writes them, see `RunLog.put`.
+        put: writes the pictures, see `RunLog.put`.
     """
     augment = config.data.augment.with_epoch_scale(schedule.phase_scale)
     data, watch = config.data.model_copy(update={"augment": augment}), None
@@ -873,10 +881,11 @@ def check_low_precision(
     amp = config.train.amp
     wrong = slow or self_check(model, 2 * model.size_multiple, kernels.at(amp.level))
     comm.barrier()  # as in `speed_up_cpu`
-    found = [each for each in comm.all_gather_object(wrong and f"{comm.host()}: {wrong}") if each]
-    if found:
+    failures_W = comm.all_gather_object(wrong and f"{comm.host()}: {wrong}")
+    failures = [failure for failure in failures_W if failure]
+    if failures:
         raise ConfigError(
-            f"true, but {amp.dtype} failed its self-check against float32 on host {found[0]}",
+            f"true, but {amp.dtype} failed its self-check against float32 on host {failures[0]}",
             code="amp_self_check",
             where="train.amp.enabled",
             fix="set train.amp.enabled: false, or train.amp.level: O1 where O2 fails",

@@ -14,14 +14,14 @@ from ppdist.engine.continuation import Continuation
 
 
 class Change(NamedTuple):
-    """A changed key, and both values as JSON; `absent` if missing."""
+    """A changed key, with its previous and present value as JSON; `absent` if it has none."""
 
     key: str
-    then: str
+    previous: str
     now: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.then} then, {self.now} now"
+        return f"{self.key}: {self.previous} then, {self.now} now"
 
 
 @dataclass
@@ -34,18 +34,19 @@ class Changes:
     step: list[Change] = field(default_factory=list)  # by the micro-batches that come of them
 
 
-def changes(then: Section, now: Section, by_scores: bool) -> Changes:
-    """Compares two configurations key by key.
+def changes(previous: Section, now: Section, by_scores: bool) -> Changes:
+    """Compares two configurations key by key, and sorts what differs by consequence.
 
-    Args: by_scores: the order of images follows the scores of evaluations.
+    Args: by_scores: the order of images follows the scores of evaluations, so settings that
+        change scores change training as well.
     """
     result = Changes()
-    before, after = flattened(then), flattened(now)
+    before, after = flattened(previous), flattened(now)
     for key in sorted(before | after):
         values = [json.dumps(keys[key]) if key in keys else "absent" for keys in (before, after)]
         if values[0] == values[1]:
             continue
-        note = on_resume(now, key) or on_resume(then, key)
+        note = on_resume(now, key) or on_resume(previous, key)
         if note is OnResume.STEP:
             kind = result.step
         elif note is None or (by_scores and note is not OnResume.FREE):
@@ -59,13 +60,14 @@ def changes(then: Section, now: Section, by_scores: bool) -> Changes:
 def require_same_settings(
     checkpoint: Path, config: ExperimentConfig, continuation: Continuation
 ) -> Changes:
-    """Compares the configuration with that of a checkpoint.
+    """Checks that a configuration trains as that of a checkpoint did.
 
-    Raises: CheckpointError: keys that affect training differ; it lists them.
+    Returns: the differences, where they are allowed.
+    Raises: CheckpointError: keys that affect training differ; the message lists them.
     """
     file = checkpoint / "config.yml"
     try:
-        then = parse_config(file, (), type(config))
+        previous = parse_config(file, (), type(config))
     except ConfigError as error:
         if continuation.changed:
             return Changes(learned=[Change("(all keys)", "not of this version", "as they are")])
@@ -75,7 +77,7 @@ def require_same_settings(
             code="config_of_other_version",
             fix="add --resume-changed to resume with the current one",
         ) from error
-    result = changes(then, config, config.data.sampling.name == "difficulty")
+    result = changes(previous, config, config.data.sampling.name == "difficulty")
     if continuation.extends:
         result.learned = [change for change in result.learned if change.key != "train.epochs"]
     if result.learned and not continuation.changed:
@@ -91,6 +93,6 @@ def require_same_settings(
     return result
 
 
-def listed(rows: Sequence[Change]) -> str:
-    """Writes changes in one line."""
+def join_changes(rows: Sequence[Change]) -> str:
+    """Joins changes to one line of text."""
     return "; ".join(map(str, rows))

@@ -107,8 +107,9 @@ def save_checkpoint(
 ) -> Path:
     """Writes `folder/step-N` atomically and points `last` at it.
 
-    One thread of rank 0 calls it.  `last` stays where it points at a later one: a best that was
-    refused is written late.
+    One thread of rank 0 calls it.  `last` stays if it points at a later step: a best checkpoint
+    that the disk refused is written late.
+
     Args:
         step: has no checkpoint in `folder` yet; see `set_aside`.
         groups: name -> arrays; one .safetensors file each.
@@ -129,9 +130,9 @@ def save_checkpoint(
         draft.mkdir()
         files = {
             f"{name}.safetensors": _write_durably(
-                draft / f"{name}.safetensors", _safetensors(each, notes.get(name))
+                draft / f"{name}.safetensors", _safetensors(arrays, notes.get(name))
             )
-            for name, each in groups.items()
+            for name, arrays in groups.items()
         }
         for name, text in texts.items():
             files[name] = _write_durably(draft / name, [text.encode()])
@@ -148,15 +149,15 @@ def save_checkpoint(
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
             f"failed to write the checkpoint: {error.strerror or error} (needs "
-            f"{_bytes(groups) / 1e6:.1f} MB and {len(groups) + len(texts) + 2} inodes, "
-            f"{_free(folder)})",
+            f"{_count_bytes(groups) / 1e6:.1f} MB and {len(groups) + len(texts) + 2} inodes, "
+            f"{_describe_free_space(folder)})",
             code="disk_full" if is_disk_full(error) else "checkpoint_unwritable",
             where=f"{final}",
             fix="older checkpoints are untouched",
         ) from error
     with contextlib.suppress(OSError):  # a file system without links; the checkpoint is there
         last = folder / "last"
-        if not (last.is_dir() and _step_of(last.readlink()) > step):
+        if not (last.is_dir() and _parse_step(last.readlink()) > step):
             point(last, final)
     return final
 
@@ -206,18 +207,20 @@ def _write_durably(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
 
 
 def room_warning(folder: Path, snapshot: Snapshot, keep: int) -> str:
-    """Low-disk warning for the files of a run, or "".
+    """Returns a warning if the disk has too little space for the files of a run, else "".
 
     Args: keep: see `CheckpointWriter`; the best checkpoint and the one being written come on top.
     """
-    size, count = _bytes(snapshot.groups), keep + 2
+    size, count = _count_bytes(snapshot.groups), keep + 2
     needed = count * size + _BESIDE_BYTES
     try:
-        there = sum(file.stat().st_size for path in _steps(folder) for file in path.iterdir())
+        used_bytes = sum(
+            file.stat().st_size for path in _list_checkpoints(folder) for file in path.iterdir()
+        )
         free = free_disk(folder)
     except OSError:  # an estimate that cannot be made ends no run
         return ""
-    if free + there >= needed:
+    if free + used_bytes >= needed:
         return ""
     return (
         f"output_dir: {free / 1e6:.0f} MB are free at {folder.parent}; checkpoint.keep: {keep} and "
@@ -227,21 +230,21 @@ def room_warning(folder: Path, snapshot: Snapshot, keep: int) -> str:
     )
 
 
-def _bytes(groups: Mapping[str, Mapping[str, np.ndarray]]) -> int:
+def _count_bytes(groups: Mapping[str, Mapping[str, np.ndarray]]) -> int:
     return sum(array.nbytes for arrays in groups.values() for array in arrays.values())
 
 
-def _free(folder: Path) -> str:
+def _describe_free_space(folder: Path) -> str:
     try:
-        free, found = free_disk(folder), os.statvfs(folder)
+        free, status = free_disk(folder), os.statvfs(folder)
     except OSError as error:
         return f"free space unknown: {error.strerror}"
-    inodes = f" and {found.f_favail} inodes" if found.f_files else ""  # some systems count none
+    inodes = f" and {status.f_favail} inodes" if status.f_files else ""  # some systems count none
     return f"{free / 1e6:.1f} MB{inodes} free"
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, or would be."""
+    """Returns the path that the checkpoint of a step has, or would have."""
     return folder / f"step-{step:08d}"
 
 
@@ -253,9 +256,9 @@ def point(link: Path, target: Path) -> None:
 
 
 def point_at_step(link: Path, step: int) -> None:
-    """Points `link` at the checkpoint of a step beside it, if any.
+    """Points `link` at the checkpoint of a step beside it, if there is one.
 
-    A kill may have come between a checkpoint and its links.
+    A kill between writing a checkpoint and its links leaves the link behind.
     """
     path = path_of(link.parent, step)
     if path.is_dir() and not (link.is_symlink() and link.resolve() == path.resolve()):
@@ -268,7 +271,7 @@ def prune(folder: Path, *, keep: int, best_step: int = 0) -> None:
     The newest `keep`, the best, and what `best` and `last` name stay.
     """
     remove_drafts(folder, _DRAFTS)
-    _delete(_steps(folder)[keep:], folder, best_step)
+    _delete(_list_checkpoints(folder)[keep:], folder, best_step)
 
 
 def prune_to_newest(folder: Path, best_step: int) -> bool:
@@ -281,7 +284,7 @@ def prune_to_newest(folder: Path, best_step: int) -> bool:
     newest, _ = newest_valid(folder)
     if newest is None:
         return False
-    old = [path for path in _steps(folder) if path != newest.path]
+    old = [path for path in _list_checkpoints(folder) if path != newest.path]
     return _delete(old, folder, best_step)
 
 
@@ -293,8 +296,12 @@ def _delete(paths: Sequence[Path], folder: Path, best_step: int) -> bool:
     """
     require_held(folder.parent)
     links = [folder / name for name in ("best", "last")]
-    kept = {link.resolve() for link in links if link.is_symlink()}
-    old = [path for path in paths if path.resolve() not in kept and _step_of(path) != best_step]
+    linked_paths = {link.resolve() for link in links if link.is_symlink()}
+    old = [
+        path
+        for path in paths
+        if path.resolve() not in linked_paths and _parse_step(path) != best_step
+    ]
     if old:
         sync_path(folder)  # or a power loss might keep the deletion and lose the new `best`
     for path in old:
@@ -315,15 +322,15 @@ def set_aside(folder: Path, step: int) -> Path | None:
         there were none.
     Raises: CheckpointError: the disk refused.
     """
-    found = [path for path in _steps(folder) if _step_of(path) > step]
-    if not found:
+    later_paths = [path for path in _list_checkpoints(folder) if _parse_step(path) > step]
+    if not later_paths:
         return None
     # Of a linked folder within it: beside the link is another disk.
     linked = folder.is_symlink()
-    aside = _first_unused(
+    aside = _find_unused_name(
         folder.resolve() / "old" if linked else folder.with_name(f"{folder.name}-old")
     )
-    moved = {path.name for path in found}
+    moved = {path.name for path in later_paths}
     links = {
         link: link.readlink().name
         for link in (folder / "best", folder / "last")
@@ -333,7 +340,7 @@ def set_aside(folder: Path, step: int) -> Path | None:
         aside.mkdir()
         for link in links:  # before what they point at, so that they never dangle
             link.unlink()
-        for path in found:
+        for path in later_paths:
             path.rename(aside / path.name)
         for link, name in links.items():
             (aside / link.name).symlink_to(name)
@@ -361,7 +368,7 @@ def set_run_aside(output_dir: Path) -> Path | None:
             metrics.is_file() and metrics.stat().st_size
         ):
             return None
-        old = _first_unused(output_dir / "old")
+        old = _find_unused_name(output_dir / "old")
         old.mkdir()
         for name in _OF_A_RUN:
             path = output_dir / name
@@ -379,8 +386,8 @@ def set_run_aside(output_dir: Path) -> Path | None:
     return old
 
 
-def _first_unused(path: Path) -> Path:
-    """`PATH-1`, `PATH-2`, ...: the first that is not there."""
+def _find_unused_name(path: Path) -> Path:
+    """Returns the first of `PATH-1`, `PATH-2`, ... that does not exist."""
     names = (path.with_name(f"{path.name}-{n}") for n in itertools.count(1))
     return next(name for name in names if not name.exists())
 
@@ -412,9 +419,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path=path, state=state, files=files)
 
 
-def unpacked(data: bytes, file: Path) -> dict[str, np.ndarray]:
-    """Arrays of a .safetensors file.
+def unpack_arrays(data: bytes, file: Path) -> dict[str, np.ndarray]:
+    """Reads the arrays of a .safetensors file.
 
+    Args: file: its path, for the message.
     Raises: CheckpointError: it is damaged.
     """
     try:
@@ -428,9 +436,12 @@ def unpacked(data: bytes, file: Path) -> dict[str, np.ndarray]:
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Newest checkpoint that passes its checks, and why newer were skipped."""
+    """Reads the newest checkpoint that passes its checks.
+
+    Returns: it, or None; the reasons why newer ones were skipped.
+    """
     reasons: list[str] = []
-    for path in _steps(folder):
+    for path in _list_checkpoints(folder):
         try:
             checkpoint = read_checkpoint(path)
         except CheckpointError as error:
@@ -444,22 +455,19 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def newest_step(folder: Path) -> int:
-    """Newest step of the checkpoints in a folder; 0: there are none.
-
-    Invalid checkpoints count, too.
-    """
-    return next(map(_step_of, _steps(folder)), 0)
+    """Returns the newest step of the checkpoints in a folder, valid or not; 0: there are none."""
+    return next(map(_parse_step, _list_checkpoints(folder)), 0)
 
 
-def _steps(folder: Path) -> list[Path]:
-    """Checkpoint directories, newest step first."""
-    there = folder.iterdir() if folder.is_dir() else ()
-    found = [(_step_of(path), path) for path in there]
-    return [path for step, path in sorted(found, reverse=True) if step >= 0]
+def _list_checkpoints(folder: Path) -> list[Path]:
+    """Lists the checkpoint directories in a folder, newest step first."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    numbered_paths = [(_parse_step(path), path) for path in entries]
+    return [path for step, path in sorted(numbered_paths, reverse=True) if step >= 0]
 
 
-def _step_of(path: Path) -> int:
-    """The step in the name of a checkpoint; -1: it is none."""
+def _parse_step(path: Path) -> int:
+    """Reads the step in the name of a checkpoint; -1: the name is another one."""
     match = _NAME.match(path.name)
     return int(match[1]) if match else -1
 
@@ -472,7 +480,7 @@ class CheckpointWriter:
         folder: Path,
         config_yaml: str,
         keep: int,
-        told: Callable[[int], None] = lambda step: None,
+        on_saved: Callable[[int], None] = lambda step: None,
         card_of: Callable[[Mapping[str, Any]], str] = lambda state: "",
         sync_records: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -481,16 +489,16 @@ class CheckpointWriter:
             folder: of the checkpoints of the run.
             config_yaml: the resolved configuration, for each of them.
             keep: how many of the newest stay; best and last always do.
-            told: hears of each step whose checkpoint is on disk.
+            on_saved: called with each step whose checkpoint is on disk.
             card_of: writes the model card of a state; "": none.
-            sync_records: puts the records of the run on disk; False: that failed.  A checkpoint
-                that outlives them in a power cut would have steps that nothing tells of.
+            sync_records: puts the records of the run on disk; False: that failed.  After a power
+                cut, a checkpoint must not have steps that metrics.jsonl has no records of.
         """
         self.folder = folder
         self.config_yaml = config_yaml
         self._card_of = card_of
         self.keep = keep
-        self._told = told
+        self._on_saved = on_saved
         self._sync_records = sync_records
         self._lock = threading.Lock()  # of everything below
         self._thread: threading.Thread | None = None  # while there is something to write
@@ -500,10 +508,12 @@ class CheckpointWriter:
         self._unsynced = -1  # step whose records could not be put on disk
 
     def make_room(self) -> None:
-        """Drops what waits or was refused, except the best, to free memory."""
+        """Drops waiting and refused snapshots, except the best, to free memory."""
         with self._lock:
-            self._waiting = [each for each in self._waiting if _is_best(each)]
-            self._refused = [(each, why) for each, why in self._refused if _is_best(each)]
+            self._waiting = [snapshot for snapshot in self._waiting if _is_best(snapshot)]
+            self._refused = [
+                (snapshot, reason) for snapshot, reason in self._refused if _is_best(snapshot)
+            ]
 
     def hand_over(self, snapshot: Snapshot) -> None:
         """Writes a snapshot, now or after the one being written.
@@ -511,8 +521,8 @@ class CheckpointWriter:
         A best snapshot that waits, or was refused, is written before it.
         """
         with self._lock:
-            older = [*(each for each, _ in self._refused), *self._waiting]
-            bests = [each for each in older if _is_needed(each, [snapshot])]
+            older = [*(candidate for candidate, _ in self._refused), *self._waiting]
+            bests = [candidate for candidate in older if _is_needed(candidate, [snapshot])]
             self._begin([*bests[-1:], snapshot])
 
     def drop_beyond(self, step: int) -> None:
@@ -521,19 +531,23 @@ class CheckpointWriter:
         Afterwards nothing beyond the step will be written.
         """
         with self._lock:
-            self._waiting = [each for each in self._waiting if each.step <= step]
-            self._refused = [(each, why) for each, why in self._refused if each.step <= step]
+            self._waiting = [snapshot for snapshot in self._waiting if snapshot.step <= step]
+            self._refused = [
+                (snapshot, reason) for snapshot, reason in self._refused if snapshot.step <= step
+            ]
         self._wait()
         with self._lock:  # the one that was being written
-            self._refused = [(each, why) for each, why in self._refused if each.step <= step]
+            self._refused = [
+                (snapshot, reason) for snapshot, reason in self._refused if snapshot.step <= step
+            ]
 
     def troubles(self) -> list[str]:
-        """What failed since the last call, for the log."""
-        if not self._troubles:  # asked in every step
+        """Returns what failed since the last call, for the log."""
+        if not self._troubles:  # called in every step, so without the lock
             return []
         with self._lock:
-            told, self._troubles = self._troubles, []
-        return told
+            troubles, self._troubles = self._troubles, []
+        return troubles
 
     def finish(self) -> Exception | None:
         """Waits until nothing is left to write.
@@ -547,7 +561,7 @@ class CheckpointWriter:
                 break
             time.sleep(seconds)
             with self._lock:
-                self._begin([each for each, _ in self._refused])
+                self._begin([snapshot for snapshot, _ in self._refused])
             self._wait()
         return self._refused[-1][1] if self._refused else None
 
@@ -561,7 +575,7 @@ class CheckpointWriter:
 
     def _wait(self) -> None:
         while (thread := self._thread) is not None:
-            thread.join(1.0)  # in pieces, so that signals are heard
+            thread.join(1.0)  # in pieces, so that signals are handled meanwhile
 
     def _write_all(self) -> None:
         while True:
@@ -572,7 +586,9 @@ class CheckpointWriter:
                 snapshot = self._waiting.pop(0)
             trouble = self._write(snapshot)
             with self._lock:
-                self._refused = [each for each in self._refused if _is_needed(each[0], [snapshot])]
+                self._refused = [
+                    refusal for refusal in self._refused if _is_needed(refusal[0], [snapshot])
+                ]
                 if trouble is not None:
                     self._troubles.append(f"{trouble}")
                     if not self._waiting or _is_needed(snapshot, self._waiting):
@@ -590,7 +606,7 @@ class CheckpointWriter:
         except Exception as error:  # out of memory, or our own bug: training must outlive it
             return RuntimeError(f"{failed}: {error!r}")
         try:
-            self._told(snapshot.step)
+            self._on_saved(snapshot.step)
             best_step = snapshot.state["best_step"]
             try:
                 self.mend_links(best_step=best_step)
@@ -642,5 +658,5 @@ def _is_best(snapshot: Snapshot) -> bool:
 
 
 def _is_needed(older: Snapshot, newer: Sequence[Snapshot]) -> bool:
-    """Whether a snapshot is worth writing when newer ones are."""
-    return _is_best(older) and not any(_is_best(each) for each in newer)
+    """Returns True if a snapshot is worth writing although newer ones are written."""
+    return _is_best(older) and not any(_is_best(snapshot) for snapshot in newer)

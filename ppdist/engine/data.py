@@ -32,12 +32,12 @@ from ppdist.engine.parts import ClassScores
 from ppdist.engine.schedule_setup import ScheduleSetup
 
 _LOGGER = logging.getLogger("ppdist.data")
-_COMPARED_IMAGES = 64  # per set, by content; the others by file size
+_COMPARED_IMAGES = 64  # per set, by content; all by file size
 _PATHS_AT_ONCE = 10_000  # per chunk: a list of millions would take hundreds of megabytes
-# Of the training images, that may turn out bad: more are no accident, but a copy that broke off.
+# Share of the training images that may be unusable: more are no accident, but a broken-off copy.
 BAD_SHARE = 0.001
 _SHOWN = 20  # images of the blocklist in a message
-# Passes the batches of a plan on, and looks at them.
+# Passes on the batches of a plan, and draws some of them, for instance.
 Watch = Callable[[Iterator[Batch], TrainSampler], Iterator[Batch]]
 
 
@@ -64,7 +64,7 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
 def read_unshared(
     config: DataConfig, num_classes: int, evaluate: bool
 ) -> tuple[DetectionSet, DetectionSet | None]:
-    """Reads the training and validation sets on this process alone; images are not checked.
+    """Reads the training and validation sets in this process alone; images are not checked.
 
     Args: evaluate: read the validation set, too.
     Raises: UserError: they cannot be read or used.
@@ -87,7 +87,7 @@ def read_unshared(
 
 
 def images_of_epoch(dataset: DetectionSet, config: SamplingConfig) -> int:
-    """Samples of an epoch over all ranks."""
+    """Counts the samples of an epoch over all ranks."""
     copies_N = copies(dataset, config, None)
     return len(dataset.records) if copies_N is None else epoch_size(copies_N)
 
@@ -116,9 +116,9 @@ class BatchSource:
         """
         Args:
             sizes: (height, width) choices in pixels of multi-scale training.
-            plain_size: that of `plain_epochs`.
+            plain_size: (height, width) in pixels during the last `plain_epochs`.
             seed: of order and augmentation.
-            watch: looks at the batches of a plan as it passes them on; None: nobody does.
+            watch: observes the batches of a plan as it passes them on; None: nothing does.
         """
         self._dataset = dataset
         self._sampling = config.sampling
@@ -148,9 +148,9 @@ class BatchSource:
         )
 
     def steps(self, first_step: int, scores: ClassScores | None) -> Iterator[Iterator[Batch]]:
-        """Micro-batches of each step, from a step to the end of the run.
+        """Yields the micro-batches of each step, from a step to the end of the run.
 
-        Those of a step are to be taken before the next.  Ends earlier iterators.
+        Take all micro-batches of a step before the next step.  A new call ends earlier iterators.
 
         Args: scores: of the last evaluation; None: none yet.
         """
@@ -158,19 +158,19 @@ class BatchSource:
         batches: Iterator[Batch] = iter(self._loader)
         if self._watch is not None:
             batches = self._watch(batches, plan)
-        return (_of_step(batches, plan, step) for step in range(first_step, plan.end_step))
+        return (_take_step(batches, plan, step) for step in range(first_step, plan.end_step))
 
     def abort_waits(self) -> None:
         """Stops waiting for unavailable images because the run ends soon."""
         self._loader.abort_waits()
 
     def images_of(self, step: int, scores: ClassScores | None) -> list[int]:
-        """Positions of this rank's images of a step, without opening them."""
+        """Returns the positions of this rank's images of a step, without opening them."""
         keys = itertools.chain(*self._plan(step, scores).micro_batches(step))
         return [key.index for key in keys if key.index >= 0]
 
     def path(self, index: int) -> str:
-        """The file of an image."""
+        """Returns the path of an image."""
         return self._dataset.records[index].path
 
     def _plan(self, first_step: int, scores: ClassScores | None) -> TrainSampler:
@@ -181,16 +181,19 @@ class BatchSource:
         return sampler
 
 
-def _of_step(batches: Iterator[Batch], plan: TrainSampler, step: int) -> Iterator[Batch]:
-    """This rank's micro-batches of a step; blank ones from where its images stay away."""
+def _take_step(batches: Iterator[Batch], plan: TrainSampler, step: int) -> Iterator[Batch]:
+    """Yields this rank's micro-batches of a step; blank ones once its images are unavailable.
+
+    A blank micro-batch keeps the rank in step with the collectives of the others.
+    """
     missing: Batch | None = None
     for number, share in zip(plan.numbers(step), plan.shares(step), strict=True):
         if missing is None:
             heartbeat.name_place("waiting for its images")
             try:
                 batch = next(batches)
-            except ImagesUnavailable as away:
-                batch = missing = replace(away.blank, missing=away)
+            except ImagesUnavailable as outage:
+                batch = missing = replace(outage.blank, missing=outage)
             heartbeat.name_place("")
         yield replace(batch, number=number, share=share)
 
@@ -199,7 +202,7 @@ class Blocklist:
     """Training images that cannot be used, the same on every rank.
 
     Attributes:
-        known: position in the set's records -> why.
+        reasons: position in the set's records -> the reason why the image is unusable.
     """
 
     def __init__(self, dataset: DetectionSet) -> None:
@@ -208,38 +211,38 @@ class Blocklist:
             dataset: the training set; images already found unreadable count.
         Raises: DataError: there are too many already.
         """
-        self.known = dict(dataset.unreadable)
+        self.reasons = dict(dataset.unreadable)
         self._dataset = dataset
-        self._stop_at_too_many()
+        self._refuse_too_many()
 
-    def add(self, found: Mapping[int, str]) -> list[str]:
-        """Adds the images that the ranks found in a step.  Collective.
+    def add(self, bad_images: Mapping[int, str]) -> list[str]:
+        """Adds the unusable images of a step from all ranks.  Collective.
 
-        Args: found: position -> why, of this rank.
+        Args: bad_images: position -> reason, of this rank.
         Returns: a line for each new one, the same on every rank.
         Raises: DataError, on every rank: there are too many now.
         """
         new: dict[int, str] = {}
-        for of_rank in comm.all_gather_large_object([*found.items()]):
-            new |= {index: why for index, why in of_rank if index not in self.known}
-        self.known |= new
-        self._stop_at_too_many()
-        return [self._line(index) for index in sorted(new)]
+        for rank_images in comm.all_gather_large_object([*bad_images.items()]):
+            new |= {index: reason for index, reason in rank_images if index not in self.reasons}
+        self.reasons |= new
+        self._refuse_too_many()
+        return [self._describe_image(index) for index in sorted(new)]
 
-    def _line(self, index: int) -> str:
-        return f"{self._dataset.records[index].path}: {self.known[index]}"
+    def _describe_image(self, index: int) -> str:
+        return f"{self._dataset.records[index].path}: {self.reasons[index]}"
 
-    def _stop_at_too_many(self) -> None:
+    def _refuse_too_many(self) -> None:
         images = len(self._dataset.records)
         allowed = max(1, math.floor(BAD_SHARE * images))
-        if len(self.known) <= allowed:
+        if len(self.reasons) <= allowed:
             return
-        shown = [f"  {self._line(index)}" for index in sorted(self.known)[:_SHOWN]]
-        if len(self.known) > _SHOWN:
-            shown.append(f"  and {len(self.known) - _SHOWN} more")
+        shown = [f"  {self._describe_image(index)}" for index in sorted(self.reasons)[:_SHOWN]]
+        if len(self.reasons) > _SHOWN:
+            shown.append(f"  and {len(self.reasons) - _SHOWN} more")
         lines = "\n".join(shown)
         raise DataError(
-            f"{len(self.known)} of {images} images cannot be used, more than one in a "
+            f"{len(self.reasons)} of {images} images cannot be used, more than one in a "
             f"thousand ({allowed})",
             code="too_many_bad_images",
             where=f"{self._dataset.source}",
@@ -257,16 +260,16 @@ def require_same_data(dataset: DetectionSet, config: DataConfig) -> None:
         return
     records = Records.of(dataset.records)
     top = os.path.join(absolute(config.root), "")
-    differs = _other_records(dataset, records, config.root, top)
-    if differs is None:
-        differs = _other_images(records, top, _COMPARED_IMAGES, dataset.opener)
-    if differs is None:
+    mismatch = _find_differing_records(dataset, records, config.root, top)
+    if mismatch is None:
+        mismatch = _find_differing_images(records, top, _COMPARED_IMAGES, dataset.opener)
+    if mismatch is None:
         return
-    other, what = differs
+    rank, difference = mismatch
     hosts_W = comm.all_gather_object(comm.host())
     raise DataError(
-        f"differs between rank 0 (host {hosts_W[0]}) and rank {other} (host {hosts_W[other]}): "
-        f"{what}",
+        f"differs between rank 0 (host {hosts_W[0]}) and rank {rank} (host {hosts_W[rank]}): "
+        f"{difference}",
         code="dataset_differs",
         where=f"{dataset.source}",
         fix="put the same files below data.root on every host",
@@ -274,7 +277,7 @@ def require_same_data(dataset: DetectionSet, config: DataConfig) -> None:
 
 
 def fingerprint(dataset: DetectionSet, root: str) -> str:
-    """A digest of a set: image names below `root`, sizes, order, objects."""
+    """Returns a digest of a set: image names below `root`, sizes, order, objects."""
     records = Records.of(dataset.records)
     top = os.path.join(absolute(root), "")
     content = hashlib.blake2b(digest_size=16)
@@ -288,56 +291,61 @@ def fingerprint(dataset: DetectionSet, root: str) -> str:
     return content.hexdigest()
 
 
-def _other_records(
+def _find_differing_records(
     dataset: DetectionSet, records: Records, root: str, top: str
 ) -> tuple[int, str] | None:
-    """First rank whose annotations differ from rank 0's, and where.  Collective."""
+    """Finds the first rank whose annotations differ from rank 0's.  Collective.
+
+    Args: top: the absolute `root`, which is no part of a name.
+    Returns: the rank, and a description of the first difference; None: all are equal.
+    """
     classes = [list(dataset.class_names), list(dataset.category_ids)]
-    found_W = comm.all_gather_object([classes, fingerprint(dataset, root)])
-    groups = equal_ranks(found_W)
+    summaries_W = comm.all_gather_object([classes, fingerprint(dataset, root)])
+    groups = equal_ranks(summaries_W)
     if len(groups) == 1:
         return None
-    other = groups[1][0]
-    ours, theirs = found_W[0][0], found_W[other][0]
-    if ours != theirs:
-        return other, f"the classes are {ours[0]} and {theirs[0]}"
-    return other, _first_difference(records, top, other)
+    rank = groups[1][0]
+    main_classes, rank_classes = summaries_W[0][0], summaries_W[rank][0]
+    if main_classes != rank_classes:
+        return rank, f"the classes are {main_classes[0]} and {rank_classes[0]}"
+    return rank, _describe_first_difference(records, top, rank)
 
 
-def _first_difference(records: Records, top: str, other: int) -> str:
-    """Describes the first difference between ranks 0 and `other`.  Collective."""
-    compared = comm.rank() in (0, other)
+def _describe_first_difference(records: Records, top: str, rank: int) -> str:
+    """Describes the first difference between the records of rank 0 and `rank`.  Collective."""
+    compared = comm.rank() in (0, rank)
     counts_W = comm.all_gather_large_object(len(records))
-    marks = [_mark(record, top) for record in records] if compared else []
-    both_N = comm.all_gather_rows(np.array(marks, np.int64).reshape(-1, 1))[:, 0]
-    ours_N, theirs_N = both_N[: counts_W[0]], both_N[counts_W[0] :]
-    common = min(len(ours_N), len(theirs_N))
-    differing = np.flatnonzero(ours_N[:common] != theirs_N[:common])
+    marks = [_checksum(record, top) for record in records] if compared else []
+    all_marks_N = comm.all_gather_rows(np.array(marks, np.int64).reshape(-1, 1))[:, 0]
+    main_N, rank_N = all_marks_N[: counts_W[0]], all_marks_N[counts_W[0] :]
+    common = min(len(main_N), len(rank_N))
+    differing = np.flatnonzero(main_N[:common] != rank_N[:common])
     first = int(differing[0]) if len(differing) else common
     record = records[first] if compared and first < len(records) else None
-    told_W = comm.all_gather_large_object(
-        None if record is None else [record.path.removeprefix(top), _columns(record)]
+    images_W = comm.all_gather_large_object(
+        None if record is None else [record.path.removeprefix(top), _describe_fields(record)]
     )
-    ours, theirs = told_W[0], told_W[other]
-    counts = f"{counts_W[0]} and {counts_W[other]} images"
-    if ours is None and theirs is None:
+    main_image, rank_image = images_W[0], images_W[rank]
+    counts = f"{counts_W[0]} and {counts_W[rank]} images"
+    if main_image is None and rank_image is None:
         return counts
-    if ours is None or theirs is None:
-        return f"{counts}, of which only one has {(ours or theirs)[0]}"
-    if ours[0] != theirs[0]:
-        return f"{counts}; in their order, image {first} is {ours[0]} and {theirs[0]}"
-    column = next(name for name in ours[1] if ours[1][name] != theirs[1][name])
-    return f"{ours[0]}: {column}: {ours[1][column]:.100} and {theirs[1][column]:.100}"
+    if main_image is None or rank_image is None:
+        return f"{counts}, of which only one has {(main_image or rank_image)[0]}"
+    if main_image[0] != rank_image[0]:
+        return f"{counts}; in their order, image {first} is {main_image[0]} and {rank_image[0]}"
+    column = next(name for name in main_image[1] if main_image[1][name] != rank_image[1][name])
+    values = f"{main_image[1][column]:.100} and {rank_image[1][column]:.100}"
+    return f"{main_image[0]}: {column}: {values}"
 
 
-def _mark(record: ImageRecord, top: str) -> int:
-    """Checksum of all compared fields of a record."""
-    parts = [os.fsencode(record.path.removeprefix(top)), *_columns(record).values()]
+def _checksum(record: ImageRecord, top: str) -> int:
+    """Returns a checksum of all compared fields of a record."""
+    parts = [os.fsencode(record.path.removeprefix(top)), *_describe_fields(record).values()]
     return zlib.crc32("\n".join(map(repr, parts)).encode())
 
 
-def _columns(record: ImageRecord) -> dict[str, str]:
-    """Compared fields of a record, except its name."""
+def _describe_fields(record: ImageRecord) -> dict[str, str]:
+    """Returns the compared fields of a record as text, except its name."""
     return {
         "size": f"{record.width} x {record.height}",
         "number of objects": f"{len(record.labels_M)}",
@@ -347,57 +355,62 @@ def _columns(record: ImageRecord) -> dict[str, str]:
     }
 
 
-def _other_images(records: Records, top: str, count: int, opener: Opener) -> tuple[int, str] | None:
-    """First rank whose image files differ from rank 0's, and where.  Collective.
+def _find_differing_images(
+    records: Records, top: str, count: int, opener: Opener
+) -> tuple[int, str] | None:
+    """Finds the first rank whose image files differ from rank 0's.  Collective.
 
     The first rank of each host reads them; a single host has nothing to compare.
 
-    Args: count: evenly spaced images compared by content; the others only by size.
+    Args: count: so many evenly spaced images are compared by content, all by size.
+    Returns: see `_find_differing_records`.
     """
     if comm.local_size() == comm.world_size():
         return None
     chosen_K = np.unique(len(records) * np.arange(count) // max(1, count))[: len(records)]
     reads = comm.local_rank() == 0
-    found_M = np.zeros(0, np.int64)  # M: N sizes, K contents
+    marks_M = np.zeros(0, np.int64)  # M: N sizes, K contents
     if reads:
         progress = Progress(_LOGGER, "comparing images across hosts", len(records) + len(chosen_K))
-        found_M = np.concatenate(
+        marks_M = np.concatenate(
             [
-                look_at_all(lambda at: _size(records.path(at), opener), len(records), progress),
-                look_at_all(lambda k: _content(records.path(chosen_K[k])), len(chosen_K), progress),
+                look_at_all(
+                    lambda n: _count_bytes(records.path(n), opener), len(records), progress
+                ),
+                look_at_all(lambda k: _digest(records.path(chosen_K[k])), len(chosen_K), progress),
             ]
         )
-    whole = hashlib.blake2b(found_M.tobytes(), digest_size=16).hexdigest()
-    wholes_W = comm.all_gather_object(whole if reads else None)
-    groups = equal_ranks([each or wholes_W[0] for each in wholes_W])
+    digest = hashlib.blake2b(marks_M.tobytes(), digest_size=16).hexdigest()
+    digests_W = comm.all_gather_object(digest if reads else None)
+    groups = equal_ranks([rank_digest or digests_W[0] for rank_digest in digests_W])
     if len(groups) == 1:
         return None
-    other = groups[1][0]
-    told = comm.rank() in (0, other)
-    both_M = comm.all_gather_rows((found_M if told else found_M[:0]).reshape(-1, 1))[:, 0]
-    ours_M, theirs_M = np.split(both_M, 2)
-    differing = np.flatnonzero(ours_M != theirs_M)
+    rank = groups[1][0]
+    sent_M = marks_M if comm.rank() in (0, rank) else marks_M[:0]
+    all_marks_M = comm.all_gather_rows(sent_M.reshape(-1, 1))[:, 0]
+    main_M, rank_M = np.split(all_marks_M, 2)
+    differing = np.flatnonzero(main_M != rank_M)
     in_size = differing[differing < len(records)]
     if len(in_size):
         first = int(in_size[0])
-        sizes = [f"{n} bytes" if n >= 0 else "absent" for n in (ours_M[first], theirs_M[first])]
-        what = f"{sizes[0]} and {sizes[1]}"
+        sizes = [f"{n} bytes" if n >= 0 else "absent" for n in (main_M[first], rank_M[first])]
+        difference = f"{sizes[0]} and {sizes[1]}"
         more = f" ({len(in_size)} images differ in size)" if len(in_size) > 1 else ""
     else:
         first = int(chosen_K[differing[0] - len(records)])
-        what = "same size, but different content"
+        difference = "same size, but different content"
         more = f" ({len(differing)} of {len(chosen_K)} images differ)" if len(differing) > 1 else ""
-    return other, f"{records.path(first).removeprefix(top)}: {what}{more}"
+    return rank, f"{records.path(first).removeprefix(top)}: {difference}{more}"
 
 
-def _content(path: str) -> int:
-    """Fingerprint of a file's content, or of its read error."""
+def _digest(path: str) -> int:
+    """Returns a digest of a file's content, or of its read error, as a signed 64-bit integer."""
     mark = hashlib.blake2b(digest_of_file(Path(path)).encode(), digest_size=8).digest()
     return int.from_bytes(mark, "little", signed=True)
 
 
-def _size(path: str, opener: Opener) -> int:
-    """Bytes of a file; -1 where there is none."""
+def _count_bytes(path: str, opener: Opener) -> int:
+    """Returns the size of a file in bytes; -1: it cannot be found."""
     try:
         return opener.identity_of(path).bytes
     except (OSError, StorageError):  # its reader reports why

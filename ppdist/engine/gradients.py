@@ -16,10 +16,10 @@ from ppdist.optim.updater import Updater
 
 
 class Gradients:
-    """What backward has added up in the parameters of a model.
+    """Gradients that backward passes have accumulated in the parameters of a model.
 
     Attributes:
-        parameters: those that are trained.
+        parameters: the trained parameters.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Gradients:
         self._flat: FlatGradients | None = None  # of the last step
 
     def drop(self) -> None:
-        """Gives their memory to the next backward."""
+        """Drops the gradients, and gives their memory to the next backward pass."""
         self._optimizer.optimizer.clear_grad()
         if self._flat is not None:
             self._flat.release()
@@ -47,11 +47,12 @@ class Gradients:
     def average(
         self, exchange: Exchange, sums: LossSums, totals: Tensor, factor: Callable[[], float]
     ) -> Tensor:
-        """Makes those of all ranks one, in float32.  Collective.
+        """Averages the gradients of all ranks, in float32.  Collective.
 
         Args:
             totals: `sums` over all ranks, at the end of a tensor on the device.
-            factor: gives what they will be multiplied by, to an exchange that asks.
+            factor: returns the factor by which the gradients will be multiplied; only exchanges
+                that keep back a part of them call it, because it waits for the device.
         Returns: the square of their norm, [1].
         """
         self._precision.widen(self.parameters)
@@ -77,7 +78,7 @@ class Gradients:
         self._precision.update(self._optimizer)
 
     def not_finite(self) -> list[str]:
-        """Names those that are not finite, to be named in a message."""
+        """Names the gradients that are not finite, for a message."""
         return [
             f"gradient of {name}"
             for name, parameter in self._model.named_parameters()
@@ -87,7 +88,7 @@ class Gradients:
 
     @contextmanager
     def adding_zeros(self) -> Iterator[None]:
-        """Context in which a backward pass adds zeros, whatever it computes.
+        """Makes a context in which a backward pass adds zeros, whatever it computes.
 
         The hook of a leaf sees the gradient of one pass before it is added to earlier ones, and
         before an exchange inside the backward pass takes the sum.

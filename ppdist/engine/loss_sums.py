@@ -2,8 +2,8 @@
 
     loss = total / max(1, normalizer)  +  separate total / max(1, separate normalizer)
 
-The second is there where some parameters have a divisor of their own, by the prefix of their keys
-(`Loss.separate_keys`): a one-to-one head, which a loss of its own trains and nothing else.
+The second term exists if some parameters, given by the prefix of their keys (`Loss.separate_keys`),
+have a divisor of their own: a one-to-one head, which only its own loss trains.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ _SEPARATE = "separate "  # before the names of the loss that has a normalizer of
 
 
 class NormalisedLosses(NamedTuple):
-    """What a step's sums over all ranks and micro-batches come to.
+    """Losses of a step over all ranks and micro-batches.
 
     losses: `loss` and its parts, normalised.
-    divisor: of the gradients.
+    divisor: the number that gradients are divided by.
     """
 
     losses: dict[str, float]
@@ -31,7 +31,7 @@ class NormalisedLosses(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What a step counts over all ranks, in the order in which it travels."""
+    """Numbers of a step, summed over all ranks, in the order of the message."""
 
     images: float
     micro_batches: float  # of images, not padding
@@ -41,21 +41,21 @@ class Totals(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float], names: Sequence[str]) -> "Totals":
-        """Reads the message of a step; names: of the votes."""
+        """Reads the message of a step.  Args: names: of the votes."""
         images, micro_batches, *rest = values
         votes = dict(zip(names, rest))
         return cls(images, micro_batches, votes, rest[len(names)], [*rest[len(names) + 1 :]])
 
 
 class LossSums:
-    """Sums over this rank's micro-batches by name, [1] float32 each, on the device."""
+    """Sums of losses over this rank's micro-batches by name, [1] float32 each, on the device."""
 
     def __init__(self) -> None:
         self.terms: dict[str, Tensor] = {}
 
     def add(self, output: LossOutput) -> None:
         """Adds a micro-batch; the names are the same every time."""
-        terms = {_NORMALIZER: output.normalizer, _LOSS: whole(output), **output.parts}
+        terms = {_NORMALIZER: output.normalizer, _LOSS: sum_losses(output), **output.parts}
         if output.separate_loss is not None:
             separate = output.separate_loss
             terms[_SEPARATE + _NORMALIZER] = separate.normalizer
@@ -67,7 +67,7 @@ class LossSums:
 
     @property
     def loss(self) -> Tensor:
-        """The whole loss of this rank, not normalised."""
+        """Returns the whole loss of this rank, not normalised."""
         return self.terms[_LOSS]
 
     def not_finite(self) -> list[str]:
@@ -104,11 +104,9 @@ class LossSums:
 class SeparateDivisor:
     """The divisor of the parameters whose keys begin with `Loss.separate_keys`.
 
-    All gradients are divided by the common one later, so these are multiplied by
+    All gradients are divided by the common divisor later, so before that these are multiplied by
 
         max(1, normalizer) / max(1, separate normalizer)
-
-    before.
     """
 
     def __init__(self, model: nn.Layer, prefixes: tuple[str, ...]) -> None:
@@ -135,9 +133,10 @@ class SeparateDivisor:
 
 @paddle.no_grad()
 def local_normalizers(loss: Loss, micro_batches: Sequence[Batch]) -> Tensor | None:
-    """What the loss counts in the targets of this rank; None: it does not count.
+    """Sums the normalizers that the loss computes from this rank's targets alone.
 
-    One kind of loss always counts, another never, so ranks agree.
+    Returns: None: the loss needs predictions for its normalizer.  That depends on the kind of loss
+        only, so all ranks decide alike.
     """
     counts = []
     for batch in micro_batches:
@@ -149,22 +148,22 @@ def local_normalizers(loss: Loss, micro_batches: Sequence[Batch]) -> Tensor | No
     return paddle.add_n(counts)
 
 
-def whole(output: LossOutput) -> Tensor:
-    """Loss to differentiate: 0-D, all of a micro-batch's loss."""
+def sum_losses(output: LossOutput) -> Tensor:
+    """Adds the losses of a micro-batch to the one that is differentiated, 0-D."""
     if output.separate_loss is None:
         return output.total
     return output.total + output.separate_loss.total
 
 
-def blank(output: LossOutput) -> LossOutput:
+def zero_losses(output: LossOutput) -> LossOutput:
     """Returns zeros under the same names.
 
-    They are no products with 0: 0 x NaN is NaN, and a blank image may produce it in evaluation
+    A product with 0 would not do: 0 x NaN is NaN, and a blank image may produce NaN in evaluation
     mode.
     """
     return LossOutput(
         total=paddle.zeros_like(output.total),
         normalizer=paddle.zeros_like(output.normalizer),
         parts={name: paddle.zeros_like(part) for name, part in output.parts.items()},
-        separate_loss=None if output.separate_loss is None else blank(output.separate_loss),
+        separate_loss=None if output.separate_loss is None else zero_losses(output.separate_loss),
     )

@@ -35,7 +35,7 @@ from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.train import MicroBatches, TrainConfig
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
-from ppdist.engine.changes import Change, Changes, listed, require_same_settings
+from ppdist.engine.changes import Change, Changes, join_changes, require_same_settings
 from ppdist.engine.checkpoint import (
     DRAFTS_OF_A_RUN,
     Checkpoint,
@@ -45,7 +45,7 @@ from ppdist.engine.checkpoint import (
     read_checkpoint,
     set_aside,
     set_run_aside,
-    unpacked,
+    unpack_arrays,
 )
 from ppdist.engine.continuation import AUTO, Continuation
 from ppdist.engine.data import fingerprint
@@ -77,7 +77,7 @@ class JobNote:
 
 @dataclass
 class Start:
-    """Where a run starts; the same on every rank."""
+    """The start of a run, new or resumed; the same on every rank."""
 
     continuation: Continuation
     job: str | None  # id of the run that earlier attempts of this job started
@@ -85,7 +85,7 @@ class Start:
     dirs: OutputDirs
     snapshot: Snapshot | None = None  # None: a new run
     path: Path | None = None  # of the checkpoint, on rank 0's host
-    own: bool = False  # it lies in `folder`
+    in_place: bool = False  # the checkpoint lies in `folder`
     rescored: str = ""  # changed settings that make the best score so far incomparable
     of_step: list[Change] = field(default_factory=list)  # changed settings, see OnResume.STEP
     notes: list[str] = field(default_factory=list)  # for the log
@@ -94,22 +94,22 @@ class Start:
 
     @property
     def made_of(self) -> Mapping[str, Any]:
-        """What steps were made of until now; {}: a new job.
+        """Returns the batch sizes of the steps so far, see `ingredients`; {}: a new job.
 
-        Also known if nothing was saved.
+        They are known even if nothing was saved, from the note of the job.
         """
         return self.begun if self.snapshot is None else self.snapshot.state
 
     @property
     def step(self) -> int | None:
-        """Optimizer steps done so far; None: a new run."""
+        """Returns the optimizer steps done so far; None: a new run."""
         if self.snapshot is not None:
             return self.snapshot.step
         return None if self.job is None else 0
 
 
 class Opened(NamedTuple):
-    """A checkpoint that rank 0 has opened, as all ranks hear of it; fields as of `Start`.
+    """A checkpoint that rank 0 has opened, as it is sent to all ranks; fields as in `Start`.
 
     Attributes:
         state: what is in state.json.
@@ -119,7 +119,7 @@ class Opened(NamedTuple):
     path: Path
     state: dict[str, Any]
     sizes: dict[str, int]
-    own: bool
+    in_place: bool
     rescored: str
     of_step: list[Change]
     notes: list[str]
@@ -139,7 +139,7 @@ def find_start(continuation: Continuation, dirs: OutputDirs, config: ExperimentC
         it was trained with other settings; with AUTO, the run has checkpoints on a host that is
         not here.
     """
-    note = _note_of_job()
+    note = _read_job_note()
     job = None if note is None else note.id
     folder = dirs.folder / "checkpoints"
     files: dict[str, bytes] = {}  # of rank 0, by group
@@ -162,7 +162,7 @@ def find_start(continuation: Continuation, dirs: OutputDirs, config: ExperimentC
         return Start(continuation, job, folder, dirs, begun=begun)
     opened = _JSON_OF_OPENED.validate_python(fields)
     groups = {
-        name: unpacked(
+        name: unpack_arrays(
             _broadcast_file(files.pop(name, b""), size), opened.path / f"{name}.safetensors"
         )
         for name, size in opened.sizes.items()
@@ -174,7 +174,7 @@ def find_start(continuation: Continuation, dirs: OutputDirs, config: ExperimentC
         dirs=dirs,
         snapshot=Snapshot(opened.state["step"], groups, opened.state),
         path=opened.path,
-        own=opened.own,
+        in_place=opened.in_place,
         rescored=opened.rescored,
         of_step=opened.of_step,
         notes=opened.notes,
@@ -190,11 +190,13 @@ def _checkpoint_to_resume(
     Returns: it, if there is one, and the reasons why newer ones were skipped.
     """
     source, folder = continuation.source, output_dir / "checkpoints"
-    checkpoint, skipped = _newest_of_run(None if note is None else note.id, folder)
+    checkpoint, skipped = _read_newest_of_run(None if note is None else note.id, folder)
     if note is not None and _is_missing(note, checkpoint, folder):
-        checkpoint, skipped = _wait_for(note, folder, config.distributed.timeout_seconds / 2)
+        checkpoint, skipped = _wait_for_checkpoint(
+            note, folder, config.distributed.timeout_seconds / 2
+        )
     if checkpoint is None and source is not None and (source != AUTO or newest_step(folder)):
-        return _named_checkpoint(output_dir if source == AUTO else Path(source))
+        return _read_named_checkpoint(output_dir if source == AUTO else Path(source))
     return checkpoint, skipped
 
 
@@ -220,9 +222,9 @@ def _open(
             where=f"{checkpoint.path}",
         ) from error
     differing = require_same_settings(checkpoint.path, config, continuation)
-    notes, warnings = _lines_about(differing, checkpoint, continuation)
+    notes, warnings = _describe_changes(differing, checkpoint, continuation)
     flipped = any(change.key == "train.sync_bn" for change in differing.learned)
-    state = _with_micro_batches(checkpoint.state, config.train.sync_bn != flipped)
+    state = _add_micro_batches(checkpoint.state, config.train.sync_bn != flipped)
     return Opened(
         path=checkpoint.path,
         state=state | ({"standing": None} if continuation.extends else {}),
@@ -231,15 +233,15 @@ def _open(
             for name, content in checkpoint.files.items()
             if name.endswith(".safetensors")
         },
-        own=checkpoint.path.resolve().parent == folder.resolve(),
-        rescored=listed(differing.scores),
+        in_place=checkpoint.path.resolve().parent == folder.resolve(),
+        rescored=join_changes(differing.scores),
         of_step=differing.step,
         notes=notes,
         warnings=[*(f"skipped checkpoint {reason}" for reason in skipped), *warnings],
     )
 
 
-def _named_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
+def _read_named_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
     """Reads the checkpoint `--resume` refers to; also why newer ones were skipped."""
     if (source / MANIFEST).exists():
         return read_checkpoint(source.resolve()), []
@@ -257,7 +259,7 @@ def _named_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
     )
 
 
-def _newest_of_run(run: str | None, folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def _read_newest_of_run(run: str | None, folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """Reads the newest valid checkpoint of a run; also why newer ones were skipped."""
     if run is None:
         return None, []
@@ -276,7 +278,9 @@ def _is_missing(note: JobNote, checkpoint: Checkpoint | None, folder: Path) -> b
     return note.saved > 0 and not path_of(folder, note.saved).is_dir()
 
 
-def _wait_for(note: JobNote, folder: Path, seconds: float) -> tuple[Checkpoint, list[str]]:
+def _wait_for_checkpoint(
+    note: JobNote, folder: Path, seconds: float
+) -> tuple[Checkpoint, list[str]]:
     """Waits for the newest valid checkpoint of a job, whose file system may mount late.
 
     Returns: an older one, if the newest does not appear within `seconds`.
@@ -285,7 +289,7 @@ def _wait_for(note: JobNote, folder: Path, seconds: float) -> tuple[Checkpoint, 
     expected = f"the checkpoint of step {note.saved} that an earlier attempt of this job wrote"
 
     def look() -> tuple[Checkpoint | None, list[str]]:
-        checkpoint, skipped = _newest_of_run(note.id, folder)
+        checkpoint, skipped = _read_newest_of_run(note.id, folder)
         if _is_missing(note, checkpoint, folder):
             raise unavailable(f"{expected} is not there", f"{folder}")
         return checkpoint, skipped
@@ -294,7 +298,7 @@ def _wait_for(note: JobNote, folder: Path, seconds: float) -> tuple[Checkpoint, 
     try:
         checkpoint, skipped = comm.once_there(look, seconds)
     except StorageError:
-        checkpoint, skipped = _newest_of_run(note.id, folder)
+        checkpoint, skipped = _read_newest_of_run(note.id, folder)
         cause = "which an earlier attempt of this job wrote: it is not there after"
         late = [f"of step {note.saved} in {folder}, {cause} {seconds:.0f} s"]
     if checkpoint is not None:
@@ -307,20 +311,21 @@ def _wait_for(note: JobNote, folder: Path, seconds: float) -> tuple[Checkpoint, 
     )
 
 
-def _lines_about(
+def _describe_changes(
     changed: Changes, checkpoint: Checkpoint, continuation: Continuation
 ) -> tuple[list[str], list[str]]:
-    """Writes notes and warnings about differences from a checkpoint."""
+    """Describes differences from a checkpoint.  Returns: notes; warnings."""
     notes, warnings = list[str](), list[str]()
     if changed.free:
-        notes.append(f"changed settings that do not affect training: {listed(changed.free)}")
+        notes.append(f"changed settings that do not affect training: {join_changes(changed.free)}")
     if changed.learned:
         warnings.append(
-            f"--resume-changed: changed settings that affect training: {listed(changed.learned)}"
+            f"--resume-changed: changed settings that affect training: "
+            f"{join_changes(changed.learned)}"
         )
     if changed.scores:
         warnings.append(
-            f"scores are no longer comparable ({listed(changed.scores)}): best is reset"
+            f"scores are no longer comparable ({join_changes(changed.scores)}): best is reset"
         )
     code = digest_of_package()
     # Older checkpoints have no digest.
@@ -349,18 +354,18 @@ def _broadcast_file(data: bytes, size: int) -> bytes:
     return data
 
 
-def _with_micro_batches(state: dict[str, Any], sync_bn: bool) -> dict[str, Any]:
-    """A checkpoint's state with its micro-batches, which older versions did not record."""
+def _add_micro_batches(state: dict[str, Any], sync_bn: bool) -> dict[str, Any]:
+    """Adds to a checkpoint's state the micro-batches, which older versions did not record."""
     batch = state.get("batch_size_per_card") or state["total_batch"] // state["world"]
     group = batch * state["world"] if sync_bn else batch
-    known = {key: value for key, value in state.items() if value is not None}
-    return {"batch_size_per_card": batch, "micro_batch": group, "sync_bn": sync_bn} | known
+    recorded = {key: value for key, value in state.items() if value is not None}
+    return {"batch_size_per_card": batch, "micro_batch": group, "sync_bn": sync_bn} | recorded
 
 
 def resumed_micro_batches(start: Start, train: TrainConfig, follows: bool) -> MicroBatches:
-    """Micro-batches of a resumed run: those it had, on any ranks.
+    """Returns the micro-batches of a resumed run: those it had, on any number of ranks.
 
-    Others only where the configuration, compared with that of the checkpoint, asks for them.
+    They change only where the configuration asks for others than that of the checkpoint did.
 
     Args:
         train: of this run, with a number for its batch.
@@ -369,15 +374,19 @@ def resumed_micro_batches(start: Start, train: TrainConfig, follows: bool) -> Mi
         not to be had.
     """
     state, world = start.made_of, comm.world_size()
-    then = MicroBatches(state["total_batch"], state["micro_batch"], state["sync_bn"])
+    previous = MicroBatches(state["total_batch"], state["micro_batch"], state["sync_bn"])
     typed = [] if follows else [change.key.rpartition(".")[2] for change in start.of_step]
-    total = train.total_batch or then.total_batch
+    total = train.total_batch or previous.total_batch
     if train.total_batch is None and {"batch_size_per_card", "accumulate_steps"} & {*typed}:
         total = world * train.images_per_card * train.accumulate_steps
-    now = replace(then, total_batch=total)
-    if "batch_size_per_card" in typed or train.sync_bn != then.spread or total % then.images:
+    now = replace(previous, total_batch=total)
+    if (
+        "batch_size_per_card" in typed
+        or train.sync_bn != previous.spread
+        or total % previous.images
+    ):
         now = train.model_copy(update={"total_batch": total}).micro_batches(world)
-    if (now.total_batch, now.images) == (then.total_batch, then.images):
+    if (now.total_batch, now.images) == (previous.total_batch, previous.images):
         if world != state["world"]:
             start.notes.append(
                 f"ranks: {state['world']} then, {world} now; each step has the same images and "
@@ -385,18 +394,18 @@ def resumed_micro_batches(start: Start, train: TrainConfig, follows: bool) -> Mi
             )
         if typed:
             same = "changed settings that do not affect training, as the micro-batches stay"
-            start.notes.append(f"{same}: {listed(start.of_step)}")
+            start.notes.append(f"{same}: {join_changes(start.of_step)}")
         return now
     becomes = []
-    if now.total_batch != then.total_batch:
+    if now.total_batch != previous.total_batch:
         becomes.append("the learning rate follows, and epochs are counted in steps of that size")
-    if now.images != then.images:
+    if now.images != previous.images:
         becomes.append(
-            f"batch norm normalises over {now.images} instead of {then.images} images at a time, "
-            f"so losses and gradients jump"
+            f"batch norm normalises over {now.images} instead of {previous.images} images at a "
+            f"time, so losses and gradients jump"
         )
     what = (
-        f"its steps have {then.describe(state['world'])}; those of this run have "
+        f"its steps have {previous.describe(state['world'])}; those of this run have "
         f"{now.describe(world)}: "
         f"{'; '.join(becomes)}"
     )
@@ -423,7 +432,7 @@ def validate_resume(
 ) -> Run:
     """Checks that the checkpoint fits; returns the identity of this run.  Collective.
 
-    Args: pixels: as in Run.
+    Args: pixels: see `Run`.
     Raises: CheckpointError: without `continuation.changed`, other images or another teacher.
     """
     images, data = len(train_set.records), fingerprint(train_set, config.data.root)
@@ -489,15 +498,15 @@ def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> list[
     Raises: CheckpointError: an OS error.
     """
     snapshot, dirs, output_dir = start.snapshot, start.dirs, start.dirs.folder
-    kept = snapshot.step if snapshot is not None and start.own else 0
+    resumed_step = snapshot.step if snapshot is not None and start.in_place else 0
 
     def clear() -> list[str]:
         lines = []
-        if start.job is None and not start.own:
+        if start.job is None and not start.in_place:
             if (old := set_run_aside(output_dir)) is not None:
                 lines.append(f"moved the earlier run in {output_dir} to {old}")
-        elif (aside := set_aside(start.folder, kept)) is not None:
-            what = "beyond the step resumed from, or damaged," if kept else "of another run"
+        elif (aside := set_aside(start.folder, resumed_step)) is not None:
+            what = "beyond the step resumed from, or damaged," if resumed_step else "of another run"
             lines.append(f"moved checkpoints {what} to {aside}")
         best = 0 if snapshot is None or start.rescored else snapshot.state["best_step"]
         if snapshot is not None and best and not path_of(start.folder, best).is_dir():
@@ -517,7 +526,7 @@ def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> list[
         dirs.forget()
     if comm.local_rank() == 0:  # each host has a folder of its own
         try:
-            write_note(RUN_NOTE, asdict(JobNote(run.id, kept, ingredients(schedule))))
+            write_note(RUN_NOTE, asdict(JobNote(run.id, resumed_step, ingredients(schedule))))
         except OSError as error:
             _LOGGER.warning("a restart by fleetrun will start this run from scratch: %s", error)
     return warnings
@@ -534,7 +543,11 @@ def log_start(start: Start, schedule: ScheduleSetup, log: RunLog, record_every: 
         log.info(note)
     if start.snapshot is None:
         return
-    if start.own and comm.is_main() and start.snapshot.step - log.recorded_step >= record_every:
+    if (
+        start.in_place
+        and comm.is_main()
+        and start.snapshot.step - log.recorded_step >= record_every
+    ):
         log.warning(
             f"metrics.jsonl has no record of steps {log.recorded_step + 1} to "
             f"{start.snapshot.step}: they were lost on disk; the checkpoint is complete"
@@ -547,10 +560,10 @@ def log_start(start: Start, schedule: ScheduleSetup, log: RunLog, record_every: 
         )
 
 
-def _note_of_job() -> JobNote | None:
-    """The record of this job on rank 0's host, else the newest of any other.  Collective.
+def _read_job_note() -> JobNote | None:
+    """Reads the note of this job on rank 0's host, else the newest of any host.  Collective.
 
-    None: no attempt got that far, or there is no fleetrun.
+    Returns: None: no attempt got that far, or there is no fleetrun.
     """
     note = None if comm.local_rank() else read_note(RUN_NOTE)
     notes_W = [fields and JobNote(**fields) for fields in comm.all_gather_object(note)]

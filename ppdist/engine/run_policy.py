@@ -1,7 +1,7 @@
-"""Policies of a run: what may change what `Trainer.fit` does after a step.
+"""Policies of a run, which decide what `Trainer.fit` does after a step.
 
-As within a step (`step_policy.py`), they decide by what all ranks hold alike.  All hooks may
-communicate, but for those marked Local.
+Like policies of a step (`step_policy.py`), they decide by values that are equal on all ranks.  All
+hooks may communicate, except those marked Local.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ from ppdist.engine.step_policy import StepResult
 
 
 class Next(IntEnum):
-    """What a run does after a step; of several answers the strictest counts."""
+    """Answers of policies after a step; of several answers the strictest counts."""
 
     CONTINUE = 0
     EVALUATE = 1
@@ -24,14 +24,14 @@ class Next(IntEnum):
 
 
 class RunPolicy:
-    """Base of all; override what you need.  `state.step` counts the steps that are made."""
+    """Base of policies of a run; override what you need.  `state.step` counts finished steps."""
 
     def begin(self, state: TrainState) -> Next:
         """Called before the first step of this process."""
         return Next.CONTINUE
 
     def skips(self, state: TrainState) -> bool:
-        """Whether the next step is left out; if so, this policy has left it out."""
+        """Returns True if this policy has skipped the next step."""
         return False
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
@@ -39,7 +39,10 @@ class RunPolicy:
         return nullcontext()
 
     def after_step(self, state: TrainState, result: StepResult | None) -> Next:
-        """Called after a step, which `state` does not count yet; None: it was left out."""
+        """Called after a step, which `state` does not count yet.
+
+        Args: result: None: the step was skipped.
+        """
         return Next.CONTINUE
 
     def after_rollback(self, state: TrainState) -> Next:
@@ -47,7 +50,7 @@ class RunPolicy:
         return Next.CONTINUE
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Called where the run begins, and where it saves.  Local."""
+        """Called with a snapshot when the run begins, and whenever it saves.  Local."""
 
     def end(self, state: TrainState, reason: str) -> None:
         """Called before the last checkpoint; `reason` as in `Callback.on_train_end`."""

@@ -23,12 +23,12 @@ _LOGGER = logging.getLogger("ppdist.engine")
 
 
 class Saving:
-    """When and where a run saves.
+    """The checkpoints of a run: their interval, their folder, and their writer.
 
     Attributes:
         output_dir: of the run.
         folder: of the checkpoints.
-        saved_step: of the last one; -1: none of this process.
+        saved_step: the last saved step; -1: this process has saved none.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Saving:
         self.writer = writer
         self.saved_step = -1
         self._every, self._last = every, last
-        self._owed = False  # one was due
+        self._owed = False  # a checkpoint was due amid bad steps, and is still to be made
         self._dirs = dirs
         self._log = log
 
     def is_due(self, state: TrainState) -> bool:
-        """Whether to save now; what is due amid bad steps is owed until they are over."""
+        """Returns True if the run saves now; what is due amid bad steps waits for their end."""
         ended = state.step == self._last
         self._owed |= ended or (self._every > 0 and state.step % self._every == 0)
         return self._owed and (ended or not state.bad_steps)
@@ -56,7 +56,9 @@ class Saving:
     def save(self, step: int, capture: Callable[[], Snapshot]) -> Snapshot | None:
         """Takes a snapshot, which rank 0 writes while training continues.
 
-        No rank waits for it.  Returns: None: this step is saved already.
+        No rank waits for the disk.
+
+        Returns: None: this step is saved already.
         """
         self._owed = False
         if self.saved_step == step:
@@ -72,18 +74,18 @@ class Saving:
         return snapshot
 
     def resume(self, state: TrainState) -> None:
-        """Goes on in the folder in which the run lies already.  Collective."""
+        """Continues in the folder that has the run's checkpoints already.  Collective."""
         self.saved_step = state.step
         comm.run_on_main(lambda: self._mend_links(state))
 
     def mend_best(self, step: int) -> None:
-        """Names a checkpoint that is there the best.  Collective."""
+        """Points `best` at a checkpoint that is on disk already.  Collective."""
         comm.run_on_main(lambda: self.writer.mend_links(best_step=step))
 
     def go_back(self, state: TrainState) -> None:
-        """Moves aside checkpoints beyond the step of a rollback.  Collective.
+        """Moves aside checkpoints beyond the step of a rollback, which the run makes again.
 
-        The run makes them again.
+        Collective.
         """
 
         def move_aside() -> str:
@@ -104,18 +106,18 @@ class Saving:
         self.saved_step, self._owed = -1, False
 
     def warn_of_room(self, snapshot: Snapshot) -> None:
-        """Warns where the disk has no room for what will be kept."""
+        """Warns if the disk has no room for the checkpoints that will be kept."""
         if comm.is_main() and (warning := room_warning(self.folder, snapshot, self.writer.keep)):
             self._log.warning(warning)
 
     def warn_of_troubles(self) -> None:
-        """Names writes that have failed since the last time."""
+        """Warns of writes that have failed since the last call."""
         for trouble in self.writer.troubles():
             warn = self._log.warning if comm.is_main() else _LOGGER.warning
             warn(f"{trouble}; training continues and will retry; free disk space")
 
     def is_lost(self) -> bool:
-        """Whether another training has the folder by now; other ranks cannot see it."""
+        """Returns True if another training has taken the folder; only rank 0 can see it."""
         return is_lost(self._dirs.folder)
 
     def finish(self, step: int) -> None:

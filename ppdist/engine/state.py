@@ -21,7 +21,9 @@ from ppdist.engine.step_sums import StepSums
 from ppdist.engine.train_step import TrainStep
 
 _LR_FACTOR = 0.5  # of each rollback
-_OWN = "distillation."  # key prefix of the student's sublayer used only by distillation
+_DISTILLATION_PREFIX = (
+    "distillation."  # key prefix of the student's sublayer used only by distillation
+)
 _Groups = dict[str, dict[str, np.ndarray]]
 
 
@@ -64,7 +66,7 @@ class TrainState(BaseModel, populate_by_name=True):
 
     @property
     def lr_factor(self) -> float:
-        """Factor of the learning rate after the rollbacks so far."""
+        """Returns the factor of the learning rate after the rollbacks so far."""
         return _LR_FACTOR**self.rollbacks
 
     @field_validator("best", mode="before")
@@ -92,7 +94,7 @@ class SavedState(TrainState):
     epoch: float | None = None
     total_batch: int = Field(gt=0)
     batch_size_per_card: int | None = Field(default=None, gt=0)
-    # None: of earlier versions, see `_with_micro_batches`.
+    # None: of earlier versions, see `_add_micro_batches`.
     micro_batch: int | None = Field(default=None, gt=0)
     sync_bn: bool | None = None
     world: int = Field(gt=0)
@@ -104,9 +106,9 @@ class SavedState(TrainState):
 
 
 def capture_state(step: TrainStep, state: TrainState, schedule: ScheduleSetup) -> Snapshot:
-    """A copy of everything a run resumes from.  Collective."""
+    """Copies everything a run resumes from.  Collective."""
     groups = {
-        "model": {key: _array(value) for key, value in step.model.state_dict().items()},
+        "model": {key: _to_numpy(value) for key, value in step.model.state_dict().items()},
         "optimizer": step.optimizer.state(),
     }
     residuals = step.exchange.state()
@@ -123,11 +125,11 @@ def capture_state(step: TrainStep, state: TrainState, schedule: ScheduleSetup) -
         groups |= arrays
         about |= facts
     saved = SavedState(**{**dict(state), **about}).model_dump(mode="json", by_alias=True)
-    return Snapshot(state.step, _without_distillation(groups), saved)
+    return Snapshot(state.step, _split_distillation(groups), saved)
 
 
 def ingredients(schedule: ScheduleSetup) -> dict[str, Any]:
-    """Returns what steps are made of; see `resumed_micro_batches`."""
+    """Returns the batch sizes of a step, which `resumed_micro_batches` compares."""
     return {
         "total_batch": schedule.total_batch,
         "batch_size_per_card": schedule.batch_size_per_card,
@@ -146,15 +148,21 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
     """
     state = saved.state
     adapters = getattr(step.model, "distillation", None)
-    groups = _with_distillation(saved, adapters is not None and bool(adapters.parameters()))
+    # Adapters that are all identities learn nothing, and a checkpoint has no group for them.
+    groups = _merge_distillation(saved, adapters is not None and bool(adapters.parameters()))
     arrays = groups["model"] or {}
-    live = {key: list(value.shape) for key, value in step.model.state_dict().items()}
-    there = {key: list(value.shape) for key, value in arrays.items()}
-    if live != there:
-        odd = sorted(key for key in live | there if live.get(key) != there.get(key))
+    model_shapes = {key: list(value.shape) for key, value in step.model.state_dict().items()}
+    saved_shapes = {key: list(value.shape) for key, value in arrays.items()}
+    if model_shapes != saved_shapes:
+        odd = sorted(
+            key
+            for key in model_shapes | saved_shapes
+            if model_shapes.get(key) != saved_shapes.get(key)
+        )
         raise CheckpointError(
             f"the checkpoint does not fit this model: {odd[0]} has shape "
-            f"{there.get(odd[0], 'absent')} there and {live.get(odd[0], 'absent')} here",
+            f"{saved_shapes.get(odd[0], 'absent')} there and "
+            f"{model_shapes.get(odd[0], 'absent')} here",
             code="checkpoint_of_other_config",
             fix="resume with the configuration the run was started with",
         )
@@ -178,23 +186,23 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
     return restored, "; ".join(filter(None, [begun, lost]))
 
 
-def _without_distillation(groups: _Groups) -> _Groups:
+def _split_distillation(groups: _Groups) -> _Groups:
     """Moves arrays used only by distillation into their own group, as `<group>/<key>`.
 
     The other groups then equal those of a model without a teacher.
     """
-    own: dict[str, np.ndarray] = {}
-    kept: _Groups = {}
+    adapter_arrays: dict[str, np.ndarray] = {}
+    student_groups: _Groups = {}
     for name in ("model", "optimizer", "ema"):
         for key, array in groups.get(name, {}).items():
-            if key.startswith(_OWN):
-                own[f"{name}/{key}"] = array
+            if key.startswith(_DISTILLATION_PREFIX):
+                adapter_arrays[f"{name}/{key}"] = array
             else:
-                kept.setdefault(name, {})[key] = array
-    return groups | kept | ({"distillation": own} if own else {})
+                student_groups.setdefault(name, {})[key] = array
+    return groups | student_groups | ({"distillation": adapter_arrays} if adapter_arrays else {})
 
 
-def _with_distillation(saved: Snapshot, adapts: bool) -> dict[str, dict[str, np.ndarray] | None]:
+def _merge_distillation(saved: Snapshot, adapts: bool) -> dict[str, dict[str, np.ndarray] | None]:
     """Undoes `_without_distillation`; without a teacher, omits its group.
 
     Args: adapts: the model has adapters that learn.
@@ -203,8 +211,8 @@ def _with_distillation(saved: Snapshot, adapts: bool) -> dict[str, dict[str, np.
     groups = {name: saved.groups.get(name) for name in ("model", "optimizer", "ema")}
     if not adapts:
         return groups
-    own = saved.groups.get("distillation")
-    if own is None:
+    adapter_arrays = saved.groups.get("distillation")
+    if adapter_arrays is None:
         raise CheckpointError(
             f"the checkpoint of step {saved.state['step']} was trained without distill.features: "
             "it has no distillation.safetensors",
@@ -214,11 +222,11 @@ def _with_distillation(saved: Snapshot, adapts: bool) -> dict[str, dict[str, np.
                 "model.pretrained=PATH"
             ),
         )
-    for entry, array in own.items():
+    for entry, array in adapter_arrays.items():
         name, _, key = entry.partition("/")
-        there = groups[name]
-        if there is not None:  # there may be no EMA
-            groups[name] = there | {key: array}
+        group = groups[name]
+        if group is not None:  # there may be no EMA
+            groups[name] = group | {key: array}
     return groups
 
 
@@ -231,7 +239,7 @@ def copy_into(targets: dict[str, paddle.Tensor], sources: Mapping[str, Any]) -> 
         paddle.assign(source.astype(target.dtype), target)
 
 
-def _array(tensor: paddle.Tensor) -> np.ndarray:
+def _to_numpy(tensor: paddle.Tensor) -> np.ndarray:
     """Converts to numpy; low precision becomes float32, as numpy has no bfloat16."""
     low = tensor.dtype in (paddle.float16, paddle.bfloat16)
     return (tensor.astype("float32") if low else tensor).numpy()

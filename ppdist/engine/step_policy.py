@@ -1,7 +1,7 @@
-"""Policies of a step: what may change it and is not its mathematics.
+"""Policies of a step, which may change its course but not its mathematics.
 
-Whatever a policy decides, it decides by the step, by settings and by totals over all ranks alone.
-So all ranks decide alike and reach the same collectives.
+A policy decides only by the step, by settings and by totals over all ranks.  So all ranks decide
+alike and reach the same collectives.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,10 @@ Pass = Callable[[Batch], LossOutput]  # forward and backward of a micro-batch
 
 
 class Verdict(IntEnum):
-    """What becomes of a step on all ranks; of several verdicts the strictest counts."""
+    """Verdicts of policies on a step, for all ranks; of several verdicts the strictest counts."""
 
     APPLY = 0
-    SKIP = 1  # it counts, and leaves no trace in what is learned
+    SKIP = 1  # the step counts, but changes no weights
     REPEAT = 2  # as if there had been no step: it is made again, or the run ends
 
 
@@ -61,17 +61,18 @@ class StepResult:
 
     @property
     def applied(self) -> bool:
-        """Whether the weights were updated, on all ranks."""
+        """Returns True if the weights were updated, on all ranks."""
         return self.verdict is Verdict.APPLY
 
 
 class StepPolicy:
-    """Base of all; override what you need.
+    """Base of policies of a step; override what you need.
 
     Only hooks marked so may communicate, and then on every rank alike.  Steps count from 0.
 
     Attributes:
-        votes: names of what `vote` gives; they are summed over ranks once a step, after backward.
+        votes: names of the numbers that `vote` returns; they are summed over ranks once a step,
+            after backward.
     """
 
     votes: tuple[str, ...] = ()
@@ -83,17 +84,17 @@ class StepPolicy:
         """
 
     def around(self, run: Pass, batch: Batch, communicated: Callable[[], bool]) -> LossOutput:
-        """Makes the passes of a micro-batch.  Never communicates but by `run`.
+        """Runs the passes of a micro-batch.  Never communicates except by `run`.
 
         Args:
-            run: makes them; it may be called once more, with another batch, if it raised.
-            communicated: whether this rank has met others within `run`, or should have: then what
-                it has missed cannot be made good.
+            run: runs them; it may be called once more, with another batch, if it raised.
+            communicated: returns True if `run` has reached a collective, or should have: then it
+                cannot be run again, because this rank may have missed one.
         """
         return run(batch)
 
     def vote(self, batches: Sequence[Batch]) -> Mapping[str, float]:
-        """Gives this rank's number for each of `votes`."""
+        """Returns this rank's number for each of `votes`."""
         return {}
 
     def verdict(self, totals: Mapping[str, float]) -> Verdict:
@@ -101,29 +102,32 @@ class StepPolicy:
         return Verdict.APPLY
 
     def after_update(self, step: int, verdict: Verdict, synchronised: bool) -> None:
-        """Called at the end of a step, also of one that was left out.  May communicate.
+        """Called at the end of a step, also of a skipped one.  May communicate.
 
         Args: synchronised: all ranks hold the same weights now.
         """
 
     def averaged(self) -> Mapping[str, Tensor]:
-        """Weights to evaluate instead of the model's, by key, the same on all ranks; {}: none."""
+        """Returns the weights to evaluate instead of the model's, by key; {}: none.
+
+        They are the same on all ranks.
+        """
         return {}
 
     def state(self) -> tuple[Groups, dict[str, Any]]:
-        """What a resumed run needs: arrays, and facts as JSON."""
+        """Returns the state that a resumed run needs: arrays, and facts as JSON."""
         return {}, {}
 
     def load(self, groups: Mapping[str, Mapping[str, np.ndarray] | None], facts: Any) -> None:
-        """Restores what `state` gave, from a checkpoint or in a rollback.
+        """Restores what `state` returned, from a checkpoint or in a rollback.
 
         Args:
-            groups: all of the checkpoint, with `model`; None or absent: it has none of these.
+            groups: all arrays of the checkpoint, `model` included; None or absent: it has none.
             facts: state.json of the checkpoint.
         """
 
 
 def weights_to_evaluate(model: nn.Layer, policies: Sequence[StepPolicy]) -> Mapping[str, Tensor]:
-    """The average of the weights, or where there is none the weights, by state-dict key."""
+    """Returns the average of the weights, or else the weights, by state-dict key."""
     averages = (policy.averaged() for policy in policies)
     return next(filter(None, averages), dict(model.state_dict()))

@@ -14,7 +14,7 @@ from ppdist.data.types import Batch
 from ppdist.distributed import collectives, device, heartbeat, ranks
 from ppdist.engine.clock import Clock
 from ppdist.engine.gradients import Gradients
-from ppdist.engine.loss_sums import LossSums, Totals, blank, local_normalizers, whole
+from ppdist.engine.loss_sums import LossSums, Totals, local_normalizers, sum_losses, zero_losses
 from ppdist.engine.precision import Precision
 from ppdist.engine.step_policy import StepPolicy, StepResult, Verdict
 from ppdist.losses.base import Loss, LossOutput
@@ -28,7 +28,7 @@ from ppdist.optim.updater import Updater
 class StepSettings(NamedTuple):
     """Numbers of a step.
 
-    seed: of what the model draws at random, with the step and the micro-batch.
+    seed: of the model's random numbers, with the step and the micro-batch.
     clip_norm: largest L2 norm of the gradient; None: no clipping.
     loss_divisor: keeps loss sums in the range of low precisions; cancels out exactly.
     spread: each micro-batch is spread over all ranks, whose batch norm meets in it.
@@ -50,9 +50,9 @@ class TrainStep:
         g = sum over ranks and micro-batches of grad(total) / max(1, sum of normalizers)
         w <- update(w, g * min(1, clip_norm / |g|))
 
-    which is the gradient of one rank with one large batch, however the images were dealt out.
-    A loss that knows its divisors from the targets alone gets them summed beforehand instead.
-    Parameters that only a term with a normalizer of its own trains are divided by that one.
+    which is the gradient of one rank with one large batch, however the images are distributed.
+    A loss that knows its normalizers from the targets alone gets their sums beforehand instead.
+    Parameters that only a term with its own normalizer trains are divided by that one.
 
     Collective: every rank calls the step with at least one micro-batch, if need be a blank one, and
     reaches the same collectives, marked below.  Ranks decide alike, by sums over all of them: a
@@ -108,20 +108,20 @@ class TrainStep:
         self.statistics.end_passes(len(micro_batches))
 
         # Exchange; the host waits for the device once, in `read`: all but the update is queued.
-        message = collectives.all_reduce_sum(self._counts(micro_batches, sums))  # collective
+        message = collectives.all_reduce_sum(self._pack_counts(micro_batches, sums))  # collective
         clock.lap("communication")
-        # Square of the norm of the rank-mean gradient, the loss scale already taken out.  What an
-        # exchange keeps back it counts in the units of the mean loss, and asks for the factor.
-        asked = partial(self._factor_of_all, message, sums)
-        square = self._gradients.average(self.exchange, sums, message, asked)  # collective
+        # Square of the norm of the rank-mean gradient, without the loss scale.  An exchange that
+        # keeps back a part counts it in units of the mean loss, for which it reads the factor.
+        read_factor = partial(self._read_factor, message, sums)
+        square = self._gradients.average(self.exchange, sums, message, read_factor)  # collective
         clock.lap("optimizer")
         *values, own_loss, square_norm = collectives.read(message, sums.loss, square)
         clock.lap("communication")
 
-        # Normalise, clip, update; or take back.  Of verdicts, APPLY < SKIP < REPEAT, the strictest.
+        # Normalise, clip, update; or undo.  Of verdicts, APPLY < SKIP < REPEAT, the strictest.
         totals = Totals.of(values, self._votes)
         losses, divisor = sums.normalise(totals.terms)
-        factor, verdict = self._factor(divisor), self._verdict(totals)
+        factor, verdict = self._factor(divisor), self._decide(totals)
         norm = math.sqrt(square_norm) * factor if verdict is Verdict.APPLY else math.nan
         finite = not totals.broken and (verdict is not Verdict.APPLY or math.isfinite(norm))
         verdict = max(verdict, Verdict.APPLY if finite else Verdict.SKIP)
@@ -131,8 +131,8 @@ class TrainStep:
             self.statistics.count(sum(batch.real for batch in micro_batches), totals.micro_batches)
         else:
             bad = verdict is Verdict.SKIP and not finite
-            again = partial(self._broken_gradients, micro_batches, step, normalizers)
-            searching, not_finite = self._reject(bad, totals, sums, again)  # collective: SyncBN
+            recheck = partial(self._name_broken_gradients, micro_batches, step, normalizers)
+            searching, not_finite = self._reject(bad, totals, sums, recheck)  # collective: SyncBN
         synchronised = self._finish(step, verdict)  # collective
         clock.lap("optimizer")
         return StepResult(
@@ -151,7 +151,7 @@ class TrainStep:
         )
 
     def skip(self, step: int) -> None:
-        """Leaves out a step (from 0) whose images nobody opened.  Collective."""
+        """Skips a step (from 0) without opening its images.  Collective."""
         self._finish(step, Verdict.SKIP)
 
     # Forward and backward
@@ -159,13 +159,13 @@ class TrainStep:
     def _learn(
         self, batch: Batch, step: int, normalizers: Tensor | None, last: bool, clock: Clock
     ) -> LossOutput:
-        """Adds the gradients of a micro-batch, in a pass that policies may change.
+        """Accumulates the gradients of a micro-batch, in a pass that policies may change.
 
-        Collective: batch norm that meets; with NCCL the `last` backward, which averages gradients.
+        Collective with SyncBN; with NCCL, whose `last` backward averages the gradients.
         """
         heartbeat.alive()
         exchanges = last and self.exchange.during_backward
-        self._met_others = self.statistics.meet  # then a pass that failed cannot be made again
+        self._met_others = self.statistics.meet  # then a failed pass cannot be made again
         run = partial(self._pass, step, normalizers, exchanges, clock)
         for policy in self.policies:
             run = partial(policy.around, run, communicated=lambda: self._met_others)
@@ -175,7 +175,7 @@ class TrainStep:
     def _pass(
         self, step: int, normalizers: Tensor | None, exchanges: bool, clock: Clock, batch: Batch
     ) -> LossOutput:
-        self._draw_anew(step, batch.number)
+        self._seed_draws(step, batch.number)
         self.statistics.begin_pass(self.model, batch.real)
         with self.precision.autocast():
             self.loss.before_forward(batch.images_B3HW)
@@ -187,24 +187,24 @@ class TrainStep:
         output: LossOutput = self.loss(outputs, *targets, step, normalizers)
         clock.lap("loss")
         self._met_others |= exchanges and ranks.world_size() > 1
-        # Blank (end of an epoch, no memory, no images): the same graph and collectives, no say.
+        # Blank (end of an epoch, no memory, no images): the same collectives, but no gradient.
         with nullcontext() if batch.real else self._gradients.adding_zeros():
-            self.precision.scale(whole(output) / self._settings.loss_divisor).backward()
+            self.precision.scale(sum_losses(output) / self._settings.loss_divisor).backward()
         clock.lap("backward")
-        return output if batch.real else blank(output)
+        return output if batch.real else zero_losses(output)
 
-    def _draw_anew(self, step: int, number: int) -> None:
-        """Makes what the model draws a function of seed, step and micro-batch.
+    def _seed_draws(self, step: int, number: int) -> None:
+        """Seeds the model's random numbers by seed, step and micro-batch.
 
-        So it is the same on any number of ranks, and in a resumed run.  Ranks that share a micro-
-        batch draw by their share, too.
+        So they are the same on any number of ranks, and in a resumed run.  Ranks that share a
+        micro-batch add their rank, because they have different images of it.
         """
         which = (number, ranks.rank()) if self.statistics.spread else (number,)
         draws = np.random.SeedSequence([self._settings.seed, step, *which])
         paddle.seed(int(draws.generate_state(1)[0]))
 
-    def _counts(self, micro_batches: list[Batch], sums: LossSums) -> Tensor:
-        """Gives this rank's part of `Totals`; what is asked later waits for the next step."""
+    def _pack_counts(self, micro_batches: list[Batch], sums: LossSums) -> Tensor:
+        """Packs this rank's part of `Totals`; a later stop request waits for the next step."""
         real = [batch for batch in micro_batches if batch.real]
         counts = [float(sum(batch.images_B3HW.shape[0] for batch in real)), float(len(real))]
         for policy in self.policies:
@@ -213,17 +213,17 @@ class TrainStep:
         finite = paddle.isfinite(sums.loss).astype("float32") * self.statistics.finite()
         return paddle.concat([device.put(counts), 1.0 - finite, *sums.terms.values()])
 
-    def _verdict(self, totals: Totals) -> Verdict:
+    def _decide(self, totals: Totals) -> Verdict:
         return max([Verdict.APPLY, *(policy.verdict(totals.votes) for policy in self.policies)])
 
     def _factor(self, divisor: float) -> float:
-        """Factor from the rank-mean gradient of total / loss_divisor to that of the mean loss."""
+        """Returns the factor from the rank-mean gradient of total / loss_divisor to the mean's."""
         return self._settings.loss_divisor * ranks.world_size() / divisor
 
-    def _factor_of_all(self, message: Tensor, sums: LossSums) -> float:
-        """Waits for `_factor`, with the loss scale in it; nan: no rank will apply the step."""
+    def _read_factor(self, message: Tensor, sums: LossSums) -> float:
+        """Waits for `_factor`, including the loss scale; nan: no rank will apply the step."""
         totals = Totals.of(collectives.read(message), self._votes)
-        if totals.broken or self._verdict(totals) is not Verdict.APPLY:
+        if totals.broken or self._decide(totals) is not Verdict.APPLY:
             return math.nan
         factor = self._factor(sums.normalise(totals.terms).divisor)
         return factor / (self.precision.loss_scale or 1.0)  # 0: losses are not scaled
@@ -236,9 +236,9 @@ class TrainStep:
         self._gradients.apply(factor, rates)
 
     def _finish(self, step: int, verdict: Verdict) -> bool:
-        """Makes ranks equal where that is due; a step that is repeated has no end.  Collective.
+        """Ends a step, in which ranks exchange weights if due; not if it repeats.  Collective.
 
-        Returns: whether all ranks hold the same weights now.
+        Returns: True if all ranks hold the same weights now.
         """
         synchronised = verdict is not Verdict.REPEAT and self.exchange.finish(step)  # collective
         if synchronised:
@@ -248,11 +248,11 @@ class TrainStep:
         return synchronised
 
     def _reject(
-        self, bad: bool, totals: Totals, sums: LossSums, again: Callable[[], list[str]]
+        self, bad: bool, totals: Totals, sums: LossSums, recheck: Callable[[], list[str]]
     ) -> tuple[bool, list[str]]:
-        """Takes gradients and running statistics back; halves the loss scale if `bad`.  Collective.
+        """Undoes gradients and running statistics; halves the loss scale if `bad`.  Collective.
 
-        Args: bad: something was not finite.  again: names gradients, see `_broken_gradients`.
+        Args: bad: a value was not finite.  recheck: see `_name_broken_gradients`.
         Returns: `searching` and `own_not_finite` of `StepResult`.
         """
         self.precision.reject(lowers_scale=bad)
@@ -260,15 +260,15 @@ class TrainStep:
         if bad and totals.broken:
             not_finite = sums.not_finite() + self.statistics.not_finite()
         else:
-            not_finite = again() if bad and not searching else []  # collective: SyncBN
+            not_finite = recheck() if bad and not searching else []  # collective: SyncBN
         self._gradients.drop()
         self.statistics.undo()
         return searching, not_finite
 
-    def _broken_gradients(
+    def _name_broken_gradients(
         self, micro_batches: list[Batch], step: int, normalizers: Tensor | None
     ) -> list[str]:
-        """Names the gradients that this rank's images make not finite.  Collective.
+        """Names the gradients that are not finite for this rank's own images.  Collective.
 
         After the exchange all ranks hold the same gradients, so this rank computes its own again.
         """

@@ -39,13 +39,13 @@ _LOGGER = logging.getLogger("ppdist.engine")
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """Components of a training run, each built from its configuration section.
+    """The components of a training run, which `build.py` makes from the configuration.
 
     Attributes:
         batch_source: this rank's micro-batches.
-        policies: asked after each step in this order, until one repeats it or goes back.
-        stop: a request of this process.
-        epoch_means, record_sums: of the callbacks those whose sums a checkpoint holds.
+        policies: asked after each step in this order, until one repeats the step or rolls back.
+        stop: the stop request of this process.
+        epoch_means, record_sums: the callbacks whose sums a checkpoint holds.
         callbacks: called at each moment in this order.
     """
 
@@ -63,7 +63,7 @@ class TrainingParts:
 
 
 class Trainer:
-    """Trains until `schedule.total_steps`; every rank builds one and calls `fit`."""
+    """The loop of a training; every rank builds one and calls `fit`."""
 
     def __init__(self, parts: TrainingParts) -> None:
         self.train_step, self.batch_source = parts.train_step, parts.batch_source
@@ -78,9 +78,9 @@ class Trainer:
     def fit(self) -> int:
         """Trains to the end or a signal.  Collective.
 
-        Returns: 0; 75 after a signal and a clean checkpoint.
+        Returns: the exit code: 0; 75 after a signal and a clean checkpoint.
         Raises: UserError: loss or gradient stayed not finite, see `train.bad_steps_limit`, or
-            another training has the folder by now.
+            another training has taken the folder.
             StorageError: images stay unavailable; what was learned is saved, and a restart resumes.
         """
         try:
@@ -94,7 +94,7 @@ class Trainer:
                     self._save()
             return self._end(following)
         except StorageError:  # on all ranks
-            saved = self._saves_before_end()
+            saved = self._save_before_end()
             stopping = any(comm.all_gather_object(self.stop.made))
             if not (saved and stopping):
                 self.log.limit_close()  # a restart waits for the end of this attempt
@@ -103,17 +103,17 @@ class Trainer:
 
     @property
     def has_steps_left(self) -> bool:
-        """Whether a run has steps to make; a resumed one after a signal or `train.hours`."""
+        """Returns True if steps are left, as after a signal or `train.hours`."""
         return self.state.step < self.schedule.total_steps and not self.evaluations.reason_to_end(
             self.state
         )
 
-    def restore(self, saved: Snapshot, own: bool, rescored: bool) -> None:
+    def restore(self, saved: Snapshot, in_place: bool, rescored: bool) -> None:
         """Continues from a checkpoint; called before `fit`.  Collective.
 
         Args:
-            own: the checkpoint lies where this run writes its own.
-            rescored: the best so far was measured otherwise, so whatever scores next is better.
+            in_place: the checkpoint lies in the folder to which this run saves.
+            rescored: the best so far was measured by other settings, so it no longer counts.
         Raises: CheckpointError: it belongs to a model of another shape.
         """
         self.state, lost = restore_state(saved, self.train_step)
@@ -122,11 +122,10 @@ class Trainer:
         if rescored:
             self.state.best, self.state.best_step = -math.inf, 0
             self.state.losses = LossCurves()
-        if (
-            rescored or self.evaluations.early_stopping is None
-        ):  # switched off in between, it starts over
+        # Early stopping that was switched off for a while starts over.
+        if rescored or self.evaluations.early_stopping is None:
             self.state.early_stopping = None
-        if own:
+        if in_place:
             self.saving.resume(self.state)
 
     # Begin and end
@@ -134,7 +133,7 @@ class Trainer:
     def _begin(self) -> Next:
         """Prepares for the first step of this process.  Collective.
 
-        Returns: CONTINUE, or why the run ends without one.
+        Returns: CONTINUE, or the reason why the run ends without a step.
         """
         listen(self._ask_to_stop)
         state = self.state
@@ -146,7 +145,7 @@ class Trainer:
             total_steps=self.schedule.total_steps,
         )
         self._restore_sums()
-        self._each(lambda callback: callback.on_train_begin(run))
+        self._notify(lambda callback: callback.on_train_begin(run))
         following = max([Next.CONTINUE, *(policy.begin(state) for policy in self.policies)])
         if following is not Next.CONTINUE:
             return following
@@ -154,7 +153,7 @@ class Trainer:
         due = self.evaluations.is_due(state.step) or state.step == self.schedule.total_steps
         if missed and due and not self._evaluate():
             return Next.SAVE_AND_STOP
-        self._end_epoch()  # which an attempt that lost its images could save, but not report
+        self._end_epoch()  # an attempt that lost its images may have saved it without a report
         snapshot = self._capture()
         self._keep(snapshot)
         self.saving.warn_of_room(snapshot)
@@ -174,7 +173,7 @@ class Trainer:
     def _end(self, following: Next) -> int:
         """Ends with a checkpoint of this step on disk.  Collective.
 
-        Returns: as `fit`.
+        Returns: the exit code of `fit`.
         """
         state = self.state
         reason = {Next.SAVE_AND_STOP: "signal", Next.OUT_OF_TIME: "hours"}.get(following, "total")
@@ -188,7 +187,7 @@ class Trainer:
             policy.end(state, reason)
         heartbeat.beat("end", state.step)
         self.log.metrics({"step": state.step, "finished": reason})
-        self._each(lambda callback: callback.on_train_end(state.step, reason))
+        self._notify(lambda callback: callback.on_train_end(state.step, reason))
         self.evaluations.log_best(state, self.saving.folder / "best")
         if reason != "signal":
             return 0
@@ -201,14 +200,14 @@ class Trainer:
             )
         return STOPPED
 
-    def _saves_before_end(self) -> bool:
+    def _save_before_end(self) -> bool:
         """Saves what was learned, if a run can resume from it.  Collective.
 
-        Returns: whether it saved.
+        Returns: True if it did.
         """
         step = self.state.step
-        whole = step > 0 and self.train_step.exchange.synchronised(step - 1)
-        if not whole or self.state.bad_steps:
+        can_resume = step > 0 and self.train_step.exchange.synchronised(step - 1)
+        if not can_resume or self.state.bad_steps:
             return False
         try:
             self._save()
@@ -224,9 +223,10 @@ class Trainer:
         step = self.state.step
         if self.epoch_means.ends(step):
             epoch, numbers = self.epoch_means.take(step)
-            self._each(lambda callback: callback.on_epoch_end(epoch, step, numbers))
+            self._notify(lambda callback: callback.on_epoch_end(epoch, step, numbers))
 
-    def _each(self, call: Callable[[Callback], None]) -> None:
+    def _notify(self, call: Callable[[Callback], None]) -> None:
+        """Calls a hook of all callbacks."""
         for callback in self.callbacks:
             call(callback)
 
@@ -249,18 +249,18 @@ class Trainer:
         return following
 
     def _try_step(self) -> Next:
-        """Makes the next step, or leaves it out; returns what policies say.  Collective."""
+        """Makes or skips the next step; returns the answer of the policies.  Collective."""
         state = self.state
         if self.saving.is_lost() and not self.stop.made:
             self._ask_to_stop()  # other ranks cannot see it; `Saving.finish` raises on all
         self.saving.warn_of_troubles()
-        watch = Stopwatch()  # what holds this rank up before its step is its own time, too
-        self._each(lambda callback: callback.on_step_begin(state.step + 1))
+        watch = Stopwatch()  # from here: delays before the step count as this rank's own time
+        self._notify(lambda callback: callback.on_step_begin(state.step + 1))
         left_out = any(policy.skips(state) for policy in self.policies)
         result = None if left_out else self._train_step(watch)
-        following = self._ask(result)
+        following = self._ask_policies(result)
         if following is Next.ROLLED_BACK:
-            self._rolled_back()
+            self._follow_rollback()
         if following >= Next.REPEAT:
             self._seek()
             return following
@@ -270,7 +270,7 @@ class Trainer:
         return following
 
     def _train_step(self, watch: Stopwatch) -> StepResult:
-        """Args: watch: runs since this rank began the step."""
+        """Makes one optimizer step and reports it.  Args: watch: runs since the step began."""
         state, clock = self.state, Clock()
         rates = self.schedule.lr_scheduler.rates(state.step).scaled(state.lr_factor)
         with ExitStack() as around:
@@ -280,13 +280,16 @@ class Trainer:
         seconds = watch.stop(clock.seconds["data"])
         step = state.step + 1
         if result.verdict is not Verdict.REPEAT:
-            self._each(lambda callback: callback.on_step_end(step, result, rates.lr, seconds))
+            self._notify(lambda callback: callback.on_step_end(step, result, rates.lr, seconds))
         if result.applied:
             state.losses.trained(result.losses["loss"])
         return result
 
-    def _ask(self, result: StepResult | None) -> Next:
-        """What policies say after a step, the strictest of them; None: it was left out."""
+    def _ask_policies(self, result: StepResult | None) -> Next:
+        """Returns the strictest answer of the policies after a step.
+
+        Args: result: None: the step was skipped.
+        """
         following = Next.CONTINUE
         for policy in self.policies:
             following = max(following, policy.after_step(self.state, result))
@@ -295,20 +298,21 @@ class Trainer:
         repeats = result is not None and result.verdict is Verdict.REPEAT
         return Next.REPEAT if repeats else following
 
-    def _rolled_back(self) -> None:
+    def _follow_rollback(self) -> None:
+        """Brings checkpoints, sums and callbacks back to the step of a rollback."""
         self.saving.go_back(self.state)
         self._restore_sums()
-        self._each(lambda callback: callback.on_rollback(self.state.step))
+        self._notify(lambda callback: callback.on_rollback(self.state.step))
         for policy in self.policies:
             if policy.after_rollback(self.state) is Next.ROLLED_BACK:
-                self._rolled_back()
+                self._follow_rollback()
 
     # Evaluate
 
     def _evaluate(self) -> bool:
         """Evaluates the averaged weights, if the run evaluates at all.  Collective.
 
-        Returns: False, on all ranks: one was asked to stop, and a resumed run has to do it.
+        Returns: False, on all ranks: one was asked to stop, so a resumed run has to evaluate.
         """
         state, evaluations = self.state, self.evaluations
         if evaluations.evaluator is None:
@@ -320,7 +324,9 @@ class Trainer:
                 return False
             is_best = metrics is not None and evaluations.learn(state, metrics)
             if metrics is not None:
-                self._each(lambda callback: callback.on_evaluate_end(state.step, metrics, is_best))
+                self._notify(
+                    lambda callback: callback.on_evaluate_end(state.step, metrics, is_best)
+                )
         if is_best:
             self._keep_best()
         if self.batch_source.follows_scores and state.step < self.schedule.total_steps:
@@ -337,7 +343,7 @@ class Trainer:
         if self.saving.saved_step != step:
             self._end_epoch()
             self._save()
-        else:  # Resumed here.  It lacks the score, but who resumes here again evaluates again.
+        else:  # Resumed here: the checkpoint lacks the score, so another resume evaluates again.
             self.saving.mend_best(step)
 
     # Save
@@ -347,9 +353,10 @@ class Trainer:
         snapshot = self.saving.save(self.state.step, self._capture)
         if snapshot is not None:
             self._keep(snapshot)
-            self._each(lambda callback: callback.on_save(snapshot.step))
+            self._notify(lambda callback: callback.on_save(snapshot.step))
 
     def _keep(self, snapshot: Snapshot) -> None:
+        """Gives the policies a snapshot to which the run may roll back."""
         for policy in self.policies:
             policy.keep(snapshot)
 

@@ -1,4 +1,4 @@
-"""Images that cannot be used: counted on all ranks, named once."""
+"""Images that cannot be used: all ranks add them to their blocklist, and one line names them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,23 +9,23 @@ from ppdist.engine.step_policy import StepPolicy, Verdict
 
 
 class BadImages(StepPolicy):
-    """Adds to the blocklist of all ranks what single ranks meet."""
+    """The policy that adds the unusable images of single ranks to the blocklist of all ranks."""
 
     votes = ("bad_images",)
 
     def __init__(self, blocklist: Blocklist, log: RunLog) -> None:
         self._blocklist = blocklist
         self._log = log
-        self._met: dict[int, str] = {}  # by this rank in this step, and not known
+        self._met: dict[int, str] = {}  # by this rank in this step, not in the blocklist yet
         self._met_somewhere = False
 
     def vote(self, batches: Sequence[Batch]) -> Mapping[str, float]:
-        known = self._blocklist.known
+        reasons = self._blocklist.reasons
         self._met = {
             position: reason
             for batch in batches
             for position, reason in batch.bad_images.items()
-            if position not in known
+            if position not in reasons
         }
         return {"bad_images": len(self._met)}
 
@@ -34,14 +34,15 @@ class BadImages(StepPolicy):
         return Verdict.APPLY
 
     def after_update(self, step: int, verdict: Verdict, synchronised: bool) -> None:
-        """Names new ones.  Collective; this rank's loader has already warned of its own.
+        """Warns of new unusable images.  Collective.
 
-        Raises: DataError, on every rank: too many.
+        Raises: DataError, on every rank: there are too many.
         """
-        met, self._met_somewhere = self._met_somewhere, False  # a step left out has no verdict
+        # Reset, because a skipped step has no vote that would do it.
+        met, self._met_somewhere = self._met_somewhere, False
         if not met:
             return
         for line in self._blocklist.add(self._met):
             self._log.warning(f"unusable image, substituted by another: {line}")
-        count = len(self._blocklist.known)
+        count = len(self._blocklist.reasons)
         self._log.metrics({"step": step + 1, "bad_images": count})

@@ -1,4 +1,4 @@
-"""Ranks that run out of memory: all repeat the step in smaller micro-batches."""
+"""Ranks that run out of memory: all ranks repeat the step with smaller micro-batches."""
 
 import contextlib
 import math
@@ -21,10 +21,10 @@ _MICRO_BATCH_FILE = "max_micro_batch.json"  # a note for the next attempt of the
 
 
 class StandIn(StepPolicy):
-    """Stands in with a blank image where this rank has too little memory.
+    """The policy that runs a blank image in place of a micro-batch that does not fit into memory.
 
     Attributes:
-        short: this rank had too little, in this step.
+        short: this rank ran out of memory in this step.
     """
 
     votes = (_VOTE,)
@@ -34,11 +34,12 @@ class StandIn(StepPolicy):
         self.short = False
 
     def around(self, run: Pass, batch: Batch, communicated: Callable[[], bool]) -> LossOutput:
-        """Makes a pass; once one does not fit, those of the step are of a blank image.
+        """Runs a pass; after one that does not fit, the rest of the step runs a blank image.
 
-        So this rank reaches all collectives of the step and tells the others.
-        Raises: MemoryError: it cannot, because ranks meet within forward or backward, and nobody
-            knows which of these meetings were missed.
+        So this rank reaches all collectives of the step, and the others learn of it by the vote.
+
+        Raises: MemoryError: collectives within forward or backward may have been missed, and
+            nothing tells which.
         """
         if not self.short:
             try:
@@ -46,10 +47,10 @@ class StandIn(StepPolicy):
             except Exception as error:
                 if not is_out_of_memory(error) or communicated():
                     raise
-            # After the clause: the exception holds frames, and these hold the memory.
+            # Not within the clause: the exception holds frames, and these hold the memory.
             device.release_memory()
             self.short = True
-        return run(_blank(batch))
+        return run(_make_blank(batch))
 
     def vote(self, batches: Sequence[Batch]) -> Mapping[str, float]:
         return {_VOTE: self.short}
@@ -59,7 +60,7 @@ class StandIn(StepPolicy):
 
 
 class SmallerMicroBatches(RunPolicy):
-    """Halves the micro-batches of all ranks after one had too little memory."""
+    """The policy that halves the micro-batches of all ranks after one ran out of memory."""
 
     def __init__(
         self, stand_in: StandIn, batch_source: BatchSource, batch_size: int, log: RunLog
@@ -71,11 +72,11 @@ class SmallerMicroBatches(RunPolicy):
         self._log = log
 
     def begin(self, state: TrainState) -> Next:
-        """Takes the smallest micro-batch that an earlier attempt of the job has noted."""
+        """Starts with the smallest micro-batch that an earlier attempt of the job has noted."""
         noted_W = comm.all_gather_object(read_note(_MICRO_BATCH_FILE))
-        images = [most for most in (state.max_micro_batch, *noted_W) if most is not None]
-        state.max_micro_batch = min(images, default=None)
-        parts = self._batch_source.parts = parts_of(self._batch_size, state.max_micro_batch)
+        sizes = [size for size in (state.max_micro_batch, *noted_W) if size is not None]
+        state.max_micro_batch = min(sizes, default=None)
+        parts = self._batch_source.parts = count_parts(self._batch_size, state.max_micro_batch)
         if parts > 1:  # with train.sync_bn another number on other ranks
             self._log.warning(
                 f"a rank ran out of memory before: micro-batches are made in {parts} parts, of at "
@@ -97,12 +98,13 @@ class SmallerMicroBatches(RunPolicy):
             [rank for rank, (short, _) in enumerate(short_W) if short],
             [host for _, host in short_W],
         )
-        most = _halved(self._batch_size, self._batch_source.parts, step, ranks)
-        state.max_micro_batch = most
-        self._batch_source.parts = parts_of(self._batch_size, most)
+        max_images = _halve_micro_batch(self._batch_size, self._batch_source.parts, step, ranks)
+        state.max_micro_batch = max_images
+        self._batch_source.parts = count_parts(self._batch_size, max_images)
         self._log.warning(
             f"step {step}: {ranks} ran out of memory; from here on all ranks use micro-batches of "
-            f"at most {most} instead of {self._batch_size} images (train.batch_size_per_card), "
+            f"at most {max_images} instead of {self._batch_size} images "
+            f"(train.batch_size_per_card), "
             f"{self._batch_source.parts} times as many; batch norm normalises over these, total "
             f"batch, learning rate and order of the images stay; repeating the step"
         )
@@ -110,9 +112,10 @@ class SmallerMicroBatches(RunPolicy):
 
     @contextlib.contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Notes an out-of-memory that other ranks miss.  Local.
+        """Notes that this rank ran out of memory while others wait in a collective.  Local.
 
         The next attempt of the job then starts with smaller micro-batches.
+
         Raises: MemoryError: on this rank alone.
         """
         try:
@@ -121,22 +124,23 @@ class SmallerMicroBatches(RunPolicy):
             if not is_out_of_memory(error):
                 raise
             rank = f"rank {comm.rank()} (host {comm.host()})"
-            most = _halved(self._batch_size, self._batch_source.parts, step, rank)
+            max_images = _halve_micro_batch(self._batch_size, self._batch_source.parts, step, rank)
             with contextlib.suppress(OSError):  # then the next attempt runs out of memory, too
-                write_note(_MICRO_BATCH_FILE, most)
+                write_note(_MICRO_BATCH_FILE, max_images)
             where = " while the others wait for it in a collective" * (comm.world_size() > 1)
             raise MemoryError(
                 f"step {step}: {rank} ran out of memory{where};"
-                f" fleetrun --max_restart resumes with micro-batches of at most {most} images; "
+                f" fleetrun --max_restart resumes with micro-batches of at most {max_images} "
+                f"images; "
                 f"without it, lower train.batch_size_per_card, raise train.accumulate_steps by the "
                 f"same factor, and start again with --resume --resume-changed"
             ) from error
 
 
-def parts_of(batch_size: int, max_micro_batch: int | None) -> int:
-    """Number of parts a micro-batch is split into; None: 1.
+def count_parts(batch_size: int, max_micro_batch: int | None) -> int:
+    """Counts the parts into which a micro-batch is split; None: 1.
 
-    A power of two, so that halving again halves the parts there are.
+    The count is a power of two, so that halving once more halves the present parts.
     """
     parts = 1
     while max_micro_batch is not None and math.ceil(batch_size / parts) > max(1, max_micro_batch):
@@ -144,12 +148,12 @@ def parts_of(batch_size: int, max_micro_batch: int | None) -> int:
     return parts
 
 
-def _halved(batch_size: int, parts: int, step: int, ranks: str) -> int:
-    """Half of the images of a micro-batch.
+def _halve_micro_batch(batch_size: int, parts: int, step: int, ranks: str) -> int:
+    """Returns half of the images of a micro-batch.
 
     Args:
         step: for the message, from 1.
-        ranks: who ran out of memory, for the message.
+        ranks: those that ran out of memory, for the message.
     Raises: ConfigError: it has one image already.
     """
     images = math.ceil(batch_size / parts)
@@ -166,6 +170,6 @@ def _halved(batch_size: int, parts: int, step: int, ranks: str) -> int:
     return math.ceil(images / 2)
 
 
-def _blank(batch: Batch) -> Batch:
-    """Batch without an image, shaped like another's first; see `Batch`."""
+def _make_blank(batch: Batch) -> Batch:
+    """Makes a blank batch with the shapes of a batch's first image; see `Batch`."""
     return replace(batch, **{n: getattr(batch, n)[:1] for n in Arrays._fields}, real=False)

@@ -1,4 +1,4 @@
-"""Images whose storage stays away: all ranks end with what they have learned."""
+"""Images whose storage stays unavailable: the run ends on all ranks and saves what it learned."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from ppdist.engine.step_policy import StepPolicy, Verdict
 
 
 class Outage(StepPolicy):
-    """Ends the run on all ranks where some have blank batches instead of images."""
+    """The policy that ends the run on all ranks if some have blank batches instead of images."""
 
     votes = ("missing_images",)
 
@@ -27,15 +27,18 @@ class Outage(StepPolicy):
         return Verdict.REPEAT if self._missing else Verdict.APPLY
 
     def after_update(self, step: int, verdict: Verdict, synchronised: bool) -> None:
-        """Raises: StorageError, on every rank: the images of some stay away.  Collective."""
+        """Ends the run if images are missing.  Collective.
+
+        Raises: StorageError, on every rank: the images of some rank stay unavailable.
+        """
         if not self._missing:
             return
         self._missing = False
         reasons_W = comm.all_gather_large_object([self._reason or None, comm.host()])
-        away = [rank for rank, (reason, _) in enumerate(reasons_W) if reason is not None]
-        ranks = comm.ranks_named(away, [host for _, host in reasons_W])
+        missing_ranks = [rank for rank, (reason, _) in enumerate(reasons_W) if reason is not None]
+        ranks = comm.ranks_named(missing_ranks, [host for _, host in reasons_W])
         raise StorageError(
-            f"{ranks}: {reasons_W[away[0]][0]}",
+            f"{ranks}: {reasons_W[missing_ranks[0]][0]}",
             code="storage_unreachable",
             fix="then start with --resume (--max_restart does it for you)",
         )

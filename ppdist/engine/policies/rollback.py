@@ -17,7 +17,7 @@ MAX_ROLLBACKS = 3  # of a whole run; the last continues at an eighth of the lear
 
 
 class Rollback(RunPolicy):
-    """Goes back to the last snapshot that was taken while steps were finite."""
+    """The policy that rolls back to the last snapshot taken while steps were finite."""
 
     def __init__(self, train_step: TrainStep, limit: int, bad_steps: BadSteps, log: RunLog) -> None:
         """Args: limit: `train.bad_steps_limit`."""
@@ -25,16 +25,16 @@ class Rollback(RunPolicy):
         self._limit = limit
         self._bad_steps = bad_steps
         self._log = log
-        self._good: Snapshot | None = None
-        self._repeated = -1  # the step of the snapshot from which `once` has repeated
+        self._good_snapshot: Snapshot | None = None
+        self._repeated_step = -1  # of the snapshot to which `roll_back_once` has gone back
 
     def keep(self, snapshot: Snapshot) -> None:
         """Keeps a snapshot for rollback unless taken during bad steps.  Local.
 
         A run that resumes from such a snapshot (the best, or the end) rolls back no further.
         """
-        if self._good is None or not snapshot.state["bad_steps"]:
-            self._good = snapshot
+        if self._good_snapshot is None or not snapshot.state["bad_steps"]:
+            self._good_snapshot = snapshot
 
     def after_step(self, state: TrainState, result: StepResult | None) -> Next:
         """Handles a step that was skipped because of non-finite values.
@@ -78,7 +78,7 @@ class Rollback(RunPolicy):
         path = comm.run_on_main(lambda: self._bad_steps.path)
         if state.rollbacks >= MAX_ROLLBACKS:
             remedy = "lower optimizer.lr, set train.clip_norm, or"
-            if finite_loss:  # then no step was too long
+            if finite_loss:  # then a high learning rate is not the cause
                 remedy = "look at these images and their boxes, or"
             raise UserError(
                 f"loss or gradient was not finite for {self._limit} steps in a row, up to step "
@@ -99,16 +99,16 @@ class Rollback(RunPolicy):
         record = _record_of_rollback(state, step, "loss or gradient not finite")
         self._log.metrics({**record, "lr_factor": factor})
 
-    def once(self, state: TrainState, step: int) -> bool:
-        """Rolls back after a step, where replicas differ and none is known right.
+    def roll_back_once(self, state: TrainState, step: int) -> bool:
+        """Rolls back after a step at which replicas differ and none is known to be right.
 
-        Returns: whether it did; once for each snapshot, because steps that make replicas differ
-            again would be repeated forever.
+        Returns: True if it did.  It does so once for each snapshot, because steps that make
+            replicas differ again would be repeated forever.
         """
-        assert self._good is not None, "nothing was kept"
-        if self._repeated == self._good.step:
+        assert self._good_snapshot is not None, "nothing was kept"
+        if self._repeated_step == self._good_snapshot.step:
             return False
-        self._repeated = self._good.step
+        self._repeated_step = self._good_snapshot.step
         self._restore(state)
         self._log.warning(
             f"after step {step}: rolled back to each rank's copy of the weights after step "
@@ -119,15 +119,12 @@ class Rollback(RunPolicy):
         return True
 
     def _restore(self, state: TrainState) -> None:
-        assert self._good is not None, "nothing was kept"
-        restored, _ = restore_state(self._good, self._train_step)
+        assert self._good_snapshot is not None, "nothing was kept"
+        restored, _ = restore_state(self._good_snapshot, self._train_step)
         state.roll_back_to(restored)
         self._log.rollback(state.step)
 
 
 def _record_of_rollback(state: TrainState, step: int, reason: str) -> dict[str, Any]:
-    """Record of a rollback for metrics.jsonl.
-
-    It leads from a step to where the run is now.
-    """
+    """Returns the record of a rollback from a step to the present one, for metrics.jsonl."""
     return {"step": state.step, "returned_from_step": step, "reason": reason}

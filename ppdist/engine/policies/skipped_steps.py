@@ -1,4 +1,4 @@
-"""Steps left out because the run ended there twice."""
+"""Steps that are skipped because the run crashed there twice."""
 
 import math
 import os
@@ -15,12 +15,12 @@ from ppdist.engine.train_step import TrainStep
 
 
 class SkippedSteps(RunPolicy):
-    """Leaves out the steps that fleetrun names, without opening their images."""
+    """The policy that skips the steps that fleetrun names, without opening their images."""
 
     def __init__(
         self, train_step: TrainStep, batch_source: BatchSource, bad_steps: BadSteps, log: RunLog
     ) -> None:
-        self._steps = steps_of(os.environ.get(SKIP_STEP_VARIABLE, ""))
+        self._steps = parse_steps(os.environ.get(SKIP_STEP_VARIABLE, ""))
         self._train_step = train_step
         self._batch_source = batch_source
         self._bad_steps = bad_steps
@@ -39,10 +39,10 @@ class SkippedSteps(RunPolicy):
         return True
 
 
-def steps_of(text: str) -> set[int]:
-    """Parses `7,12`.
+def parse_steps(text: str) -> set[int]:
+    """Parses step numbers such as `7,12`.
 
-    Raises: ConfigError: it is something else.
+    Raises: ConfigError: the text has another form.
     """
     if text and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text, re.ASCII):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The time limit of a run (`train.hours`): rank 0 looks at its clock, all end."""
+"""The time limit of a run (`train.hours`): rank 0 reads its clock, and all ranks end together."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _VOTE = "time_is_up"
 
 
 class TimeLimit(StepPolicy, RunPolicy):
-    """Ends the run in time for an evaluation and a checkpoint."""
+    """The policy that ends the run in time for an evaluation and a checkpoint."""
 
     votes = (_VOTE,)
 
@@ -27,7 +27,7 @@ class TimeLimit(StepPolicy, RunPolicy):
         self._log = log
 
     def begin(self, state: TrainState) -> Next:
-        """Ends at once where a run resumes that has no time for another step."""
+        """Ends a resumed run at once if it has no time for another step."""
         self._log.info(f"{self._budget}")
         if not state.step or state.step == self._schedule.total_steps:
             return Next.CONTINUE

@@ -40,7 +40,13 @@ from ppdist.config.experiment import ExperimentConfig
 from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.sync_batch_norm import take_sync_batch_norm
 from ppdist.engine.build import build_training
-from ppdist.engine.checkpoint import Snapshot, path_of, read_checkpoint, save_checkpoint, unpacked
+from ppdist.engine.checkpoint import (
+    Snapshot,
+    path_of,
+    read_checkpoint,
+    save_checkpoint,
+    unpack_arrays,
+)
 from ppdist.engine.clock import Clock
 from ppdist.engine.state import TrainState, capture_state, restore_state
 from ppdist.engine.train_step import TrainStep
@@ -282,7 +288,7 @@ def _write_state(folder: Path, state: Snapshot) -> None:
 def _read_state(folder: Path, step: int) -> Snapshot:
     checkpoint = read_checkpoint(path_of(folder, step))
     groups = {
-        file.stem: unpacked(checkpoint.files[file.name], file)
+        file.stem: unpack_arrays(checkpoint.files[file.name], file)
         for file in map(Path, checkpoint.files)
         if file.suffix == ".safetensors"
     }

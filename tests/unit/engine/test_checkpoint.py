@@ -11,7 +11,7 @@ from ppdist.engine.checkpoint import (
     save_checkpoint,
     set_aside,
     set_run_aside,
-    unpacked,
+    unpack_arrays,
 )
 from tests.errors import raises
 
@@ -25,7 +25,7 @@ def test_a_checkpoint_reads_back_as_it_was_written(tmp_path):
     checkpoint = read_checkpoint(save(tmp_path, 7))
     assert checkpoint.state == {"step": 7}
     assert set(checkpoint.files) == {"model.safetensors", "state.json", "config.yml"}
-    arrays = unpacked(checkpoint.files["model.safetensors"], checkpoint.path)
+    arrays = unpack_arrays(checkpoint.files["model.safetensors"], checkpoint.path)
     assert np.array_equal(arrays["conv.weight"], np.full((2, 3), 7, "float32"))
     assert (tmp_path / "last").resolve() == checkpoint.path.resolve()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
@@ -37,13 +37,13 @@ def test_manifest_lists_exactly_verified_files(tmp_path):
     checkpoint = read_checkpoint(path)
     (path / "model.safetensors").write_bytes(b"written after the look at it")
     assert "ema.safetensors" not in checkpoint.files
-    assert unpacked(checkpoint.files["model.safetensors"], path)["conv.weight"].shape == (2, 3)
+    assert unpack_arrays(checkpoint.files["model.safetensors"], path)["conv.weight"].shape == (2, 3)
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage" * 9, b"\x02" + bytes(7) + b"{}extra"])
 def test_a_file_without_arrays_is_named(data, tmp_path):
     with raises("checkpoint_damaged", "ema.safetensors"):
-        unpacked(data, tmp_path / "ema.safetensors")
+        unpack_arrays(data, tmp_path / "ema.safetensors")
 
 
 def test_no_checkpoint_is_none_but_bad_path_is_error(tmp_path):

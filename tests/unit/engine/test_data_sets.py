@@ -64,5 +64,5 @@ def test_a_host_alone_opens_no_image_to_compare(
     monkeypatch.setattr(comm, "world_size", lambda: 2)
     monkeypatch.setattr(comm, "local_size", lambda: 2)
     monkeypatch.setattr(comm, "all_gather_object", lambda value: [value, value])
-    monkeypatch.setattr(data, "_size", None)
+    monkeypatch.setattr(data, "_count_bytes", None)
     data.require_same_data(dataset(tmp_path, 3), coco_config(tmp_path))

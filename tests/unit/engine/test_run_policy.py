@@ -13,8 +13,8 @@ from ppdist.common.job import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
 from ppdist.distributed import comm
 from ppdist.distributed.paddle_api import normalise_by_running, running_statistics
 from ppdist.engine.policies import rollback
-from ppdist.engine.policies.memory import parts_of
-from ppdist.engine.policies.replicas import trusted
+from ppdist.engine.policies.memory import count_parts
+from ppdist.engine.policies.replicas import find_trusted_ranks
 from ppdist.engine.precision import Precision
 from tests.distributed import run_on_ranks
 from tests.errors import raises
@@ -351,7 +351,7 @@ def test_what_counts_as_too_little_memory():
     assert not is_out_of_memory(OSError("No such file")) and not is_out_of_memory(ValueError())
     with pytest.raises(MemoryError):
         paddle.empty([10**14])
-    sizes = [parts_of(12, most) for most in (None, 12, 11, 6, 5, 1)]
+    sizes = [count_parts(12, most) for most in (None, 12, 11, 6, 5, 1)]
     assert sizes == [1, 1, 2, 2, 4, 16]
 
 
@@ -367,7 +367,7 @@ def test_what_counts_as_too_little_memory():
     ],
 )
 def test_which_of_several_weights_are_taken_for_right(groups, finite, right, sure):
-    assert trusted(groups, finite) == (right, sure)
+    assert find_trusted_ranks(groups, finite) == (right, sure)
 
 
 WAYS = {

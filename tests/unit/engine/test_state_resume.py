@@ -275,7 +275,7 @@ def test_ranks_keep_micro_batches_of_an_older_checkpoint(
     old = {**found.state, "world": 2, "total_batch": 16}  # 2 x 4 x 2
     del old["micro_batch"], old["sync_bn"]
     checkpoint = replace(found, state=old)
-    monkeypatch.setattr(module, "_named_checkpoint", lambda source: (checkpoint, []))
+    monkeypatch.setattr(module, "_read_named_checkpoint", lambda source: (checkpoint, []))
     settings = [*OVERRIDES, "train.max_steps=5", f"train.sync_bn={json.dumps(sync_bn)}"]
     config = tiny_config(shapes, settings, FASTEST)
     asked = Continuation(five_steps, changed=True)
@@ -283,7 +283,7 @@ def test_ranks_keep_micro_batches_of_an_older_checkpoint(
         module, "require_same_settings", lambda *_: module.Changes(step=[], learned=[])
     )
     start = module.find_start(asked, OutputDirs(tmp_path), config)
-    assert start.step == 5 and not start.own
+    assert start.step == 5 and not start.in_place
     batches = module.resumed_micro_batches(start, config.train, follows=False)
     assert batches == MicroBatches(16, 8 if sync_bn else 4, sync_bn)
     assert start.notes[0].startswith("ranks: 2 then")
