@@ -23,18 +23,18 @@ def advice(config: ExperimentConfig, schedule: ScheduleSetup) -> Iterator[str]:
     docs/distributed.md (What the advice rests on) gives the source of each.  Evidence from
     detectors does not count for classifiers.
     """
-    detects, written = config.model.task == "detect", schedule.optimizer
+    detects, optimizer = config.model.task == "detect", schedule.optimizer
     world, batch, total = schedule.world, schedule.batch_size_per_card, schedule.total_batch
-    ratio, noise, rate = schedule.batch_ratio, written.noise_scale, schedule.scaled.lr
-    if world > 1 and written.reference_batch_size is None:
+    ratio, noise, rate = schedule.batch_ratio, optimizer.noise_scale, schedule.scaled.lr
+    if world > 1 and optimizer.reference_batch_size is None:
         yield (
             f"optimizer.reference_batch_size: null on {world} ranks: the learning rate stays "
-            f"{written.lr:g}, and nothing else adapts to the total batch of {total}; set it to the "
-            f"total batch that your values were tuned for: {total // world} if that was one card, "
-            f"{total} if it was this many ({_MORE})"
+            f"{optimizer.lr:g}, and nothing else adapts to the total batch of {total}; set it to "
+            f"the total batch that your values were tuned for: {total // world} if that was one "
+            f"card, {total} if it was this many ({_MORE})"
         )
-    if ratio > 1 and written.lr_scaling == "none":
-        rule = "sqrt" if written.name == "adamw" else "linear"
+    if ratio > 1 and optimizer.lr_scaling == "none":
+        rule = "sqrt" if optimizer.name == "adamw" else "linear"
         yield (
             f"optimizer.lr_scaling: none with {ratio:g} times the reference batch: the rate is too "
             f"low for so many images a step; set optimizer.lr_scaling={rule} ({_MORE})"
@@ -81,8 +81,8 @@ def advice(config: ExperimentConfig, schedule: ScheduleSetup) -> Iterator[str]:
             f"distributed.shares has no effect, as {world} ranks share "
             f"{schedule.batches.describe(1)}; set {remedy} ({_MORE})"
         )
-    few = batch < _FEW_IMAGES or (batch == _FEW_IMAGES and world > _FEW_CARDS)
-    unstable = world > 1 and total >= _UNSTABLE_WITHOUT_SYNC and few
+    has_few_images = batch < _FEW_IMAGES or (batch == _FEW_IMAGES and world > _FEW_CARDS)
+    unstable = world > 1 and total >= _UNSTABLE_WITHOUT_SYNC and has_few_images
     if detects and unstable and not config.train.sync_bn:
         yield (
             f"train.sync_bn: false with {batch} images per card and a total batch of {total}: "

@@ -71,22 +71,23 @@ def resolve_batch_size(
         the total batch is not to be had, or a run that resumes would have other micro-batches.
     """
     train, world = config.train, comm.world_size()
+    # With a larger micro-batch a step would want more images than the set has.
     whole_set = max_micro_batch(images, world * train.accumulate_steps)
-    given = train.batch_size_per_card
+    batch_size = train.batch_size_per_card
     if start.made_of:
         previous_batch = start.made_of["batch_size_per_card"]
-        follows = given == "auto" or (given >= whole_set and train.total_batch is None)
+        follows = batch_size == "auto" or (batch_size >= whole_set and train.total_batch is None)
         config = _set_batch(config, previous_batch, {}) if follows else config
         batches = resumed_micro_batches(start, config.train, follows)
         where = "in the checkpoint" if start.snapshot else "where this job began"
-        changed = follows and given != previous_batch
-        notes = [f"{given} is {previous_batch}, as {where}"] if changed else []
-    elif given == "auto":
+        changed = follows and batch_size != previous_batch
+        notes = [f"{batch_size} is {previous_batch}, as {where}"] if changed else []
+    elif batch_size == "auto":
         config, batches, notes = _search_batch_size(config, records, images, whole_set)
     else:
         notes = []
-        if given > whole_set and train.total_batch is None:
-            notes = [f"{whole_set}, not {given}: the set has {images} images"]
+        if batch_size > whole_set and train.total_batch is None:
+            notes = [f"{whole_set}, not {batch_size}: the set has {images} images"]
             config = _set_batch(config, whole_set, {})
         batches = config.train.micro_batches(world)
     return config, batches, [f"train.batch_size_per_card: {note}" for note in notes]
@@ -168,6 +169,7 @@ def max_objects(objects_N: Sequence[int], augment: AugmentConfig) -> int:
     partners = (augment.mixup > 0) + (augment.cutmix > 0)
     images = composed * (1 + partners) + (augment.copy_paste > 0)
     counts_N = np.array(objects_N, np.int64)
+    # A fixed seed, so that all ranks measure the same batch.
     drawn = np.random.default_rng(0).choice(counts_N, (_DRAWS, images)).sum(1).max()
     return int(max(1, drawn, counts_N.max()))
 
@@ -196,13 +198,15 @@ def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any
         images: samples of an epoch over all ranks.
     """
     train = config.train
-    several = 2 if (train.total_batch is not None or train.accumulate_steps > 1) else 1
-    trial_config = _set_batch(config, 1, {"total_batch": None, "accumulate_steps": several})
-    alone = config.distributed.model_copy(update={"shares": None})
-    changes = {"device": device.kind(), "distributed": alone}
+    # Two micro-batches need as much memory as more of them: the second adds its gradients.
+    micro_batches = 2 if (train.total_batch is not None or train.accumulate_steps > 1) else 1
+    trial_config = _set_batch(config, 1, {"total_batch": None, "accumulate_steps": micro_batches})
+    # The probe is one process, which shares its steps with none.
+    distributed = config.distributed.model_copy(update={"shares": None})
+    changes = {"device": device.kind(), "distributed": distributed}
     return {
         "config": trial_config.model_copy(update=changes).model_dump(mode="json"),
-        "micro_batches": several,
+        "micro_batches": micro_batches,
         "objects": objects,
         "images": images,
         "several_ranks": comm.world_size() > 1,
@@ -233,35 +237,35 @@ def search(
     Args:
         trial: trains with batches, in ascending order, in one process; it stops before one that
             should not fit.
-        limits: what may be taken, by kind.
-    Raises: ConfigError: not even one image fits, or training fails altogether; and what `trial`
-        raises.
+        limits: bytes that may be taken, by kind.
+    Raises: ConfigError: not even one image fits, or training fails altogether; errors of `trial`.
     """
     doubled = doublings(max_batch)
     measured, reason = trial(doubled)
     fitting = [batch for batch, used in measured.items() if fits(used, limits)]
     if not fitting:
-        took = f"it takes {tightest(measured[1], limits)}; {_SMALLER}" if measured else reason
+        usage = f"it takes {tightest(measured[1], limits)}; {_SMALLER}" if measured else reason
         raise ConfigError(
-            f"auto: not even one image fits: {took}",
+            f"auto: not even one image fits: {usage}",
             code="no_image_fits",
             where="train.batch_size_per_card",
         )
-    low, bad = max(fitting), max_batch + 1
+    low, high = max(fitting), max_batch + 1
     if reason or len(fitting) < len(measured):
-        bad = min((batch for batch in doubled if batch > low), default=bad)
+        high = min((batch for batch in doubled if batch > low), default=high)
     while True:
-        top = min(largest_batch(measured, limits, max_batch), bad - 1)
+        top = min(largest_batch(measured, limits, max_batch), high - 1)
         if top - low < max(1, low // _WORTH_A_TRIAL):
             break
         # The first process may have taken too much, because smaller batches left gaps in its heap;
         # so larger batches are predicted anew after each trial.
-        batch = min(2 * low, top) if bad > max_batch else (low + top + 1) // 2
+        # Doubling at most: the line through two small batches is no safe prediction far beyond.
+        batch = min(2 * low, top) if high > max_batch else (low + top + 1) // 2
         measured |= trial([batch])[0]
         if batch in measured and fits(measured[batch], limits):
             low = batch
         else:
-            bad = batch
+            high = batch
     limit = "" if low < max_batch else f", and more than {max_batch} are of no use"
     return SearchResult(low, f"{low} take {tightest(measured[low], limits)}{limit}")
 
@@ -286,15 +290,15 @@ def largest_batch(measured: Mapping[int, Bytes], limits: Bytes, max_batch: int) 
         measured: batch -> memory it took; at least one entry.
     Returns: 0: not even one image fits.
     """
-    (*_, before, last) = [0, *sorted(measured)]
+    (*_, previous, last) = [0, *sorted(measured)]
     result = max_batch
     for kind, limit in limits.items():
-        used = measured[last].get(kind, 0)
-        lower = measured[before].get(kind, 0) if before else 0
-        bytes_per_image = (used - lower) / (last - before)
+        used_bytes = measured[last].get(kind, 0)
+        previous_bytes = measured[previous].get(kind, 0) if previous else 0
+        bytes_per_image = (used_bytes - previous_bytes) / (last - previous)
         if bytes_per_image > 0:
-            result = min(result, last + int((limit - used) // bytes_per_image))
-        elif used > limit:
+            result = min(result, last + int((limit - used_bytes) // bytes_per_image))
+        elif used_bytes > limit:
             result = 0
     return max(0, result)
 
@@ -325,8 +329,8 @@ def trial_of(
             folder = Path(name)
             (folder / "job.json").write_text(json.dumps(request), encoding="utf-8")
             reason = _run_probe(folder, deadline)
-            took = folder / "took.jsonl"
-            lines = took.read_text(encoding="utf-8").splitlines() if took.exists() else []
+            file = folder / "took.jsonl"
+            lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         measurements = [json.loads(line) for line in lines]
         return {row["batch"]: row["used"] for row in measurements}, reason
 
@@ -342,10 +346,10 @@ def _run_probe(folder: Path, deadline: float) -> str:
         return _LATE
     command = python_module("ppdist.engine.memory_probe", str(folder))
     environment = own_environment()
-    output, left = folder / "output", deadline - time.monotonic()
+    output, timeout = folder / "output", deadline - time.monotonic()
     heartbeat.name_place("looking for its batch")
     try:
-        code = run_command(command, output, left, environment=environment, stop=heartbeat.alive)
+        code = run_command(command, output, timeout, environment=environment, stop=heartbeat.alive)
     finally:
         heartbeat.name_place("")
     return _LATE if code is None else _explain_exit(code, folder, output)
@@ -359,10 +363,10 @@ def _explain_exit(code: int, folder: Path, output: Path) -> str:
         raise Failure(**json.loads((folder / "mistake").read_text(encoding="utf-8"))).error()
     tail = output.read_text(encoding="utf-8", errors="replace").strip()[-_TAIL:]
     ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    words = f"it ended with {ending}{': ' * bool(tail)}{tail}"
+    message = f"it ended with {ending}{': ' * bool(tail)}{tail}"
     if code < 0 or code == NO_MEMORY:  # limits end a process by signals, too
-        return f"{words}; {_SMALLER}"
-    return f"{words}; if memory is not the cause, give a number: training then says more"
+        return f"{message}; {_SMALLER}"
+    return f"{message}; if memory is not the cause, give a number: training then says more"
 
 
 # Free memory and used memory
@@ -396,8 +400,8 @@ class Meter:
     """A meter of this process's peak memory since the meter was made."""
 
     def __init__(self) -> None:
-        before = process_memory()
-        self._before = {HOST: before["VmRSS"], ADDRESSES: before["VmSize"]}
+        memory = process_memory()
+        self._before = {HOST: memory["VmRSS"], ADDRESSES: memory["VmSize"]}
 
     def peak(self) -> dict[str, int]:
         """Returns the peak, in bytes by kind of memory."""

@@ -1,4 +1,4 @@
-"""bad_steps.jsonl: the images of steps that were left out."""
+"""bad_steps.jsonl: the images of skipped steps."""
 
 import json
 import math
@@ -34,12 +34,13 @@ class BadSteps:
         those of all ranks.
 
         Args:
-            reason: what was wrong with the step.
+            reason: why the step was skipped.
             images: positions in the set, of this rank.
             loss: of this rank, a sum over them.
             not_finite: see `StepResult.own_not_finite`.
         Returns: text for a message: the first images; the terms that were not finite, with ranks.
         """
+        # As text, because JSON has neither NaN nor infinity.
         own_loss = loss if math.isfinite(loss) else f"{loss}"
         images_W = comm.all_gather_large_object([own_loss, images, not_finite, comm.host()])
         lines = [

@@ -156,7 +156,7 @@ class TrainingData:
 
 @dataclass
 class Decisions:
-    """Everything that is decided and checked about a training before it writes anything.
+    """The decisions about a training, all checked before it writes anything.
 
     Attributes:
         size: parameters and GFLOPs of the model.
@@ -198,8 +198,10 @@ def decide_training(
         config, output_dir, evaluate, resume, kernels: see `build_training`.
     Raises: UserError: invalid data, weights, checkpoint or configuration.
     """
+    # First, because without fleetrun its clock starts here.
     budget = None if config.train.hours is None else TimeBudget(config.train.hours)
     messages = Messages()
+    # Before anything else that is collective: ranks that differ might reach other collectives.
     messages.warn(
         About.MACHINE, preflight(config, evaluate=evaluate, resume=resume, kernels=kernels)
     )
@@ -218,7 +220,6 @@ def decide_training(
     messages.detail(lines)
     model = build_model(config)
     messages.detail(limits(data.train_set, data.val_set))
-
     findings = findings_of(config, data.train_set, data.val_set)
     if not anew:  # its checkpoint has weights
         findings = [finding for finding in findings if finding.code != DETR_FROM_SCRATCH]
@@ -228,7 +229,7 @@ def decide_training(
     schedule = build_schedule_setup(config, data.images, batches)
     run = validate_resume(start, schedule, data.train_set, config, data.pixels)
     data.bad_images.reasons |= run.bad_images
-    run.bad_images = data.bad_images.reasons  # checkpoints hold what is met from here on
+    run.bad_images = data.bad_images.reasons  # one object: checkpoints hold later images as well
     size = comm.run_on_all_ranks(lambda: complexity(model))
     messages.warn(About.START, start.warnings)
     messages.warn(About.RUN, config_warnings(config, anew))
@@ -280,19 +281,19 @@ def build_training(
     Args:
         output_dir: where the run writes.
         evaluate: evaluate during training and keep the best (`--eval`).
-        command: what the user typed, for environment.json.
+        command: as the user typed it, for environment.json.
         callbacks: of this rank, called in this order.
         kernels: the CPU kernels of `train.amp`.
     Raises: UserError: invalid data, weights, checkpoint or configuration.
     """
-    early = EarlyLog(comm.is_main())
-    with early:
+    early_log = EarlyLog(comm.is_main())
+    with early_log:
         decisions = decide_training(
             config, output_dir=output_dir, evaluate=evaluate, resume=resume, kernels=kernels
         )
-        _take_folder(decisions, output_dir, command, given=config)
-    log = comm.run_on_all_ranks(lambda: _open_log(decisions, output_dir, early))
-    with ExitStack() as undo:
+        _take_folder(decisions, output_dir, command, typed_config=config)
+    log = comm.run_on_all_ranks(lambda: _open_log(decisions, output_dir, early_log))
+    with ExitStack() as undo:  # an error closes the log; else it is open in the result
         undo.callback(log.close)
         _announce(decisions, output_dir, log)
         start, data, model = decisions.start, decisions.data, decisions.model
@@ -303,6 +304,7 @@ def build_training(
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.in_place, bool(start.rescored))
         trainer.train_step.loss.begin()  # now that anchors are known
+        # After `restore`, which replaces the state by that of the checkpoint.
         trainer.state.run = decisions.run
         _record_start(decisions, log)
         undo.pop_all()
@@ -311,11 +313,11 @@ def build_training(
 
 
 def _take_folder(
-    decisions: Decisions, output_dir: Path, command: list[str], given: ExperimentConfig
+    decisions: Decisions, output_dir: Path, command: list[str], typed_config: ExperimentConfig
 ) -> None:
     """Takes a folder for this run and writes its configuration there.  Collective.
 
-    Args: given: the configuration as typed, before anything was resolved.
+    Args: typed_config: the configuration as typed, before anything was resolved.
     """
     data, messages = decisions.data, decisions.messages
     messages.warn(About.MACHINE, comm.run_on_main(lambda: files.hold(output_dir)))
@@ -326,7 +328,7 @@ def _take_folder(
     def record() -> None:
         describe_run(output_dir, text, command)
         if MIN_HOSTS_VARIABLE in os.environ:  # lost hosts may come back
-            note_digests(given, data.train_set, data.val_set)
+            note_digests(typed_config, data.train_set, data.val_set)
 
     comm.run_on_main(record)
 
@@ -369,8 +371,8 @@ def _record_start(decisions: Decisions, log: RunLog) -> None:
     codes = {"findings": dict(decisions.findings)} if decisions.findings else {}
     log.metrics({"step": start.step or 0, "derived": schedule.record(), **codes})
     scores = ClassificationEvaluator if config.model.task == "classify" else Evaluator
-    chosen = hyper_parameters(config.model, config.seed, schedule)
-    log.writers.describe(chosen, list(scores.headline[:2]), settings(config))
+    parameters = hyper_parameters(config.model, config.seed, schedule)
+    log.writers.describe(parameters, list(scores.headline[:2]), settings(config))
     for warning in advice(config, schedule):
         log.warning(warning)
 
@@ -465,8 +467,8 @@ def _fit_anchors(
     def fit() -> dict[str, Any]:
         wh_N2 = sizes_in_input(train_set, config.model.image_size, config.data.resize)
         result = refit(wh_N2, before_LA2, threshold=threshold, seed=config.seed)
-        better = None if result.anchors_LA2 is None else result.anchors_LA2.tolist()
-        return {"anchors": better, "message": result.told}
+        anchors = None if result.anchors_LA2 is None else result.anchors_LA2.tolist()
+        return {"anchors": anchors, "message": result.told}
 
     report = comm.run_on_main(fit)
     log.detail(f"anchors: {report['message']}")
@@ -487,6 +489,7 @@ def _build_trainer(
     """
     config, schedule, model = decisions.config, decisions.schedule, decisions.model
     train_set, val_set, dirs = decisions.data.train_set, decisions.data.val_set, decisions.dirs
+    # A second model takes the averaged weights, so a failed evaluation cannot touch the training.
     evaluated_model = model if val_set is None else build_model(config)
     slow = speed_up_cpu(config, [model, evaluated_model])
     if slow:
@@ -520,7 +523,7 @@ def _build_trainer(
     )  # fmt: skip
     means = EpochMeans(schedule.steps_per_epoch)
     metrics_logger = MetricsLogger(log, config.log.every_steps, schedule.steps_per_epoch)
-    several = comm.world_size() > 1
+    is_distributed = comm.world_size() > 1
     parts = TrainingParts(
         train_step=train_step,
         batch_source=source,
@@ -535,9 +538,10 @@ def _build_trainer(
         log=log,
         epoch_means=means,
         record_sums=metrics_logger,
+        # Users' callbacks come last, so that an error in one loses no record of the step.
         callbacks=[
-            *([HeartbeatCallback()] if launcher_folder() or several else []),
-            *([StragglerMonitor(log)] if several else []),
+            *([HeartbeatCallback()] if launcher_folder() or is_distributed else []),
+            *([StragglerMonitor(log)] if is_distributed else []),
             metrics_logger,
             means,
             *_build_loggers(decisions, log, means, evaluator, pictures),
@@ -665,7 +669,7 @@ def build_schedule_setup(
 
     Args:
         dataset_size: samples of an epoch over all ranks.
-        batches: of a step; None: those of the configuration on as many ranks as there are.
+        batches: of a step; None: those of the configuration on the present ranks.
     """
     world, ranks = comm.world_size(), config.distributed
     batches = batches or config.train.micro_batches(world)
@@ -707,6 +711,7 @@ def build_train_step(
     train = config.train
     frozen = frozenset[str]() if train.freeze is None else freeze(model, train.freeze)
     distillation = None
+    # Adds adapters to the model, so it comes before everything that lists the parameters.
     if config.distill is not None:
         distillation = build_distillation(
             config.distill, config.model, model, config.seed, class_names
@@ -808,7 +813,7 @@ def build_evaluator(
     Every rank builds one.
 
     Args:
-        observer: looks on; None: nobody does.
+        observer: called with each batch; None: no observer.
         loss: the training loss, measured as well; None: not measured.
         nms: of a detector; None: that of the configuration.
     """
@@ -879,9 +884,9 @@ def check_low_precision(
     Raises: ConfigError, on every rank: results differ on some rank.
     """
     amp = config.train.amp
-    wrong = slow or self_check(model, 2 * model.size_multiple, kernels.at(amp.level))
+    problem = slow or self_check(model, 2 * model.size_multiple, kernels.at(amp.level))
     comm.barrier()  # as in `speed_up_cpu`
-    failures_W = comm.all_gather_object(wrong and f"{comm.host()}: {wrong}")
+    failures_W = comm.all_gather_object(problem and f"{comm.host()}: {problem}")
     failures = [failure for failure in failures_W if failure]
     if failures:
         raise ConfigError(

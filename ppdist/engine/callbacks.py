@@ -1,4 +1,4 @@
-"""Callbacks: the moments of a training at which others look on."""
+"""Callbacks, which observe a training at given moments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,10 +50,10 @@ class Callback:
         moments = [name for name in vars(Callback) if name.startswith("on_")]
         for name in vars(cls):
             if name.startswith("on_") and not hasattr(Callback, name):
-                near = get_close_matches(name, moments, n=1)
+                close_names = get_close_matches(name, moments, n=1)
                 raise ConfigError(
                     f"Callback has no method {name}"
-                    + (f"; did you mean {near[0]}?" if near else ""),
+                    + (f"; did you mean {close_names[0]}?" if close_names else ""),
                     code="callback_unknown",
                     where=f"{cls.__module__}.{cls.__qualname__}",
                     fix=f"expected {', '.join(moments)}; do not name other methods on_...",
@@ -101,7 +101,7 @@ class Callback:
             numbers: a row of `Run.history()`: the means of `loss` and its parts over the steps of
                 the epoch, `lr`, `images_per_second`, `seconds`, and results of an evaluation at its
                 end, such as `mAP` and `val_loss`.  Times differ between ranks.  A resumed run has
-                the means of the whole epoch; `partial` is there where its checkpoint lacks sums.
+                the means of the whole epoch, or `partial` if its checkpoint has no sums.
         """
 
     def on_save(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Changes of settings: what differs between a run and the checkpoint that it resumes from."""
+"""Changes of settings between a checkpoint and the run that resumes from it."""
 
 import json
 from collections.abc import Sequence
@@ -41,9 +41,13 @@ def changes(previous: Section, now: Section, by_scores: bool) -> Changes:
         change scores change training as well.
     """
     result = Changes()
-    before, after = flattened(previous), flattened(now)
-    for key in sorted(before | after):
-        values = [json.dumps(keys[key]) if key in keys else "absent" for keys in (before, after)]
+    previous_keys, present_keys = flattened(previous), flattened(now)
+    for key in sorted(previous_keys | present_keys):
+        # Either version may lack a key: the checkpoint may be older, or of another model.
+        values = [
+            json.dumps(keys[key]) if key in keys else "absent"
+            for keys in (previous_keys, present_keys)
+        ]
         if values[0] == values[1]:
             continue
         note = on_resume(now, key) or on_resume(previous, key)

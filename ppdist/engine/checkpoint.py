@@ -4,7 +4,7 @@
         model.safetensors      weights and statistics of the model
         ema.safetensors        their average (absent when EMA is off)
         optimizer.safetensors  `<parameter key>/<accumulator>`
-        averaging.safetensors  what ranks have kept of compressed gradients (absent without)
+        averaging.safetensors  residuals of compressed gradients (absent without compression)
         state.json             step, epoch, best metric, scaler, ...
         config.yml             the resolved configuration
         model_card.json        classes, preprocessing, licence (ppdist/models/model_card.py)
@@ -49,8 +49,8 @@ from ppdist.common.manifest import CARD_FILE, CARD_NOTE, MANIFEST, checked_files
 
 _NAME = re.compile(r"^step-(\d+)$")
 _DRAFTS = r"step-\d+|last|best"
-# What a run writes to its output_dir, its report and its export: see README, but for run.lock,
-# which this run holds, and recipe.yml, which this run may have been started with.
+# Files of a run in its output_dir, with its report and its export: see README.  Without run.lock,
+# which this run holds, and recipe.yml, with which this run may have been started.
 _OF_A_RUN = (
     "bad_steps.jsonl",
     "checkpoints",
@@ -85,7 +85,7 @@ class Snapshot:
 
     step: int
     groups: dict[str, dict[str, np.ndarray]]  # `model`, `optimizer`, ...: one file each
-    state: dict[str, Any]  # what JSON can hold
+    state: dict[str, Any]  # JSON values, for state.json
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def save_checkpoint(
     Args:
         step: has no checkpoint in `folder` yet; see `set_aside`.
         groups: name -> arrays; one .safetensors file each.
-        state: what JSON can hold.
+        state: JSON values, for state.json.
         model_card: its text, which the weights carry, too; "": none.
     Raises:
         CheckpointError: the disk refused (full, read-only); older checkpoints are untouched.
@@ -126,7 +126,7 @@ def save_checkpoint(
     notes = {name: {CARD_NOTE: model_card} for name in ("model", "ema") if model_card}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_drafts(folder, _DRAFTS)  # before, because they may be what fills the disk
+        remove_drafts(folder, _DRAFTS)  # first, because they may fill the disk
         draft.mkdir()
         files = {
             f"{name}.safetensors": _write_durably(
@@ -138,8 +138,9 @@ def save_checkpoint(
             files[name] = _write_durably(draft / name, [text.encode()])
         manifest = json.dumps({"step": step, "files": files}, indent=1)
         _write_durably(draft / MANIFEST, [manifest.encode()])
+        # In this order, so that after a power cut the name exists only with complete files.
         sync_path(draft)
-        require_held(folder.parent)
+        require_held(folder.parent)  # late: another training may have taken the folder meanwhile
         draft.rename(final)
         sync_path(folder)
     except ConfigError:
@@ -155,7 +156,7 @@ def save_checkpoint(
             where=f"{final}",
             fix="older checkpoints are untouched",
         ) from error
-    with contextlib.suppress(OSError):  # a file system without links; the checkpoint is there
+    with contextlib.suppress(OSError):  # a file system without links; the checkpoint is complete
         last = folder / "last"
         if not (last.is_dir() and _parse_step(last.readlink()) > step):
             point(last, final)
@@ -180,6 +181,7 @@ def _safetensors(
         kind = _DTYPES[array.dtype.name]
         header[key] = {"dtype": kind, "shape": list(array.shape), "data_offsets": place}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # Arrays begin at multiples of 8 bytes, as in the library's files.
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for _, array in ordered:
@@ -268,54 +270,54 @@ def point_at_step(link: Path, step: int) -> None:
 def prune(folder: Path, *, keep: int, best_step: int = 0) -> None:
     """Deletes old checkpoints and abandoned drafts.
 
-    The newest `keep`, the best, and what `best` and `last` name stay.
+    The newest `keep`, the best, and the targets of the links `best` and `last` stay.
     """
     remove_drafts(folder, _DRAFTS)
     _delete(_list_checkpoints(folder)[keep:], folder, best_step)
 
 
 def prune_to_newest(folder: Path, best_step: int) -> bool:
-    """Deletes all but the newest whole checkpoint of a folder.
+    """Deletes all but the newest valid checkpoint of a folder, to free space.
 
-    The best one and those that links name stay, too.
+    The best one and those that links name stay as well.
 
-    Returns: whether there was a whole checkpoint.
+    Returns: True if it deleted any.
     """
     newest, _ = newest_valid(folder)
     if newest is None:
         return False
-    old = [path for path in _list_checkpoints(folder) if path != newest.path]
-    return _delete(old, folder, best_step)
+    old_paths = [path for path in _list_checkpoints(folder) if path != newest.path]
+    return _delete(old_paths, folder, best_step)
 
 
 def _delete(paths: Sequence[Path], folder: Path, best_step: int) -> bool:
     """Deletes checkpoints other than the best and those that links name.
 
-    Returns: whether there were any.
+    Returns: True if it deleted any.
     Raises: ConfigError: another training has the folder by now (`require_held`).
     """
     require_held(folder.parent)
     links = [folder / name for name in ("best", "last")]
     linked_paths = {link.resolve() for link in links if link.is_symlink()}
-    old = [
+    old_paths = [
         path
         for path in paths
         if path.resolve() not in linked_paths and _parse_step(path) != best_step
     ]
-    if old:
+    if old_paths:
         sync_path(folder)  # or a power loss might keep the deletion and lose the new `best`
-    for path in old:
+    for path in old_paths:
         draft = draft_of(path)
         path.rename(draft)  # at once: half a checkpoint must not have the name of a whole one
         shutil.rmtree(draft, ignore_errors=True)
-    return bool(old)
+    return bool(old_paths)
 
 
 def set_aside(folder: Path, step: int) -> Path | None:
     """Moves checkpoints beyond a step aside; rank 0 alone.
 
     A run starts at that step.  They belong to another run (with step 0: all of them), or are
-    damaged.  Left in place they would pass for the newest ones of this run: `prune` would keep
+    damaged.  Otherwise they would pass for the newest ones of this run: `prune` would keep
     them and delete its own, and `newest_valid` would resume from them.
 
     Returns: where they are now, a new directory beside `folder`, or in it if it is a link; None:
@@ -338,7 +340,7 @@ def set_aside(folder: Path, step: int) -> Path | None:
     }
     try:
         aside.mkdir()
-        for link in links:  # before what they point at, so that they never dangle
+        for link in links:  # before their targets, so that they never dangle
             link.unlink()
         for path in later_paths:
             path.rename(aside / path.name)
@@ -368,22 +370,22 @@ def set_run_aside(output_dir: Path) -> Path | None:
             metrics.is_file() and metrics.stat().st_size
         ):
             return None
-        old = _find_unused_name(output_dir / "old")
-        old.mkdir()
+        old_folder = _find_unused_name(output_dir / "old")
+        old_folder.mkdir()
         for name in _OF_A_RUN:
             path = output_dir / name
             if name == "checkpoints" and path.is_symlink():  # the new run follows it, too
                 if (aside := set_aside(path, -1)) is not None:
-                    (old / name).symlink_to(aside)
+                    (old_folder / name).symlink_to(aside)
             elif os.path.lexists(path):
-                path.rename(old / name)
+                path.rename(old_folder / name)
     except OSError as error:
         raise CheckpointError(
             f"failed to move the earlier run: {error}",
             code="checkpoint_unwritable",
             where=f"{output_dir}",
         ) from error
-    return old
+    return old_folder
 
 
 def _find_unused_name(path: Path) -> Path:
@@ -557,6 +559,7 @@ class CheckpointWriter:
         """
         self._wait()
         for seconds in _RETRY_SECONDS:
+            # ConfigError: another training has taken the folder, which no waiting changes.
             if not self._refused or isinstance(self._refused[-1][1], ConfigError):
                 break
             time.sleep(seconds)

@@ -47,7 +47,7 @@ class Stopwatch:
         self._began, self._waited = time.perf_counter(), heartbeat.waited_seconds()
 
     def stop(self, data_seconds: float) -> StepSeconds:
-        """Ends the step's time measurement.
+        """Ends the measurement of a step.
 
         Args: data_seconds: spent waiting for images.
         """

@@ -1,4 +1,4 @@
-"""What a run resumes from, its settings, notes for the next attempt."""
+"""Continuation of a run: its checkpoint, its settings, and a note for the next attempt."""
 
 import json
 import math
@@ -59,26 +59,29 @@ def config_of_run(
             where=f"--resume {run}",
             fix="give the output_dir of a training; to start one, use DATA with --model, or -c",
         )
+    # Resolved, because a checkpoint may be given by one of the links `last` and `best`.
     output_dir = run if checkpoint != run else run.resolve().parents[1]
+    # The recorded output_dir is wrong if the run was moved, or written relative to another folder.
     run_overrides = [f"output_dir={json.dumps(str(output_dir))}"]
-    planned = parse_config(file, [*run_overrides, *overrides], ExperimentConfig)
+    planned_config = parse_config(file, [*run_overrides, *overrides], ExperimentConfig)
     if epochs is None:
-        return planned, False
+        return planned_config, False
+    # Only the epochs are read here; `find_start` checks the checkpoint.
     state = json.loads(files.text_of(checkpoint / "state.json"))
-    done = float(state["epoch"])
+    done_epochs = float(state["epoch"])
     total = _count_total_epochs(
-        epochs, done if _has_stopped_early(output_dir) else planned.train.epochs
+        epochs, done_epochs if _has_stopped_early(output_dir) else planned_config.train.epochs
     )
-    if total <= done:
+    if total <= done_epochs:
         raise ConfigError(
-            f"the run already has {done:g} epochs",
+            f"the run already has {done_epochs:g} epochs",
             code="bad_value",
             where=f"--epochs {epochs}",
-            fix=f"use --epochs +N to add epochs, or a total above {done:g}",
+            fix=f"use --epochs +N to add epochs, or a total above {done_epochs:g}",
         )
     run_overrides += [f"train.epochs={total:g}", "train.max_steps=null"]
     config = parse_config(file, [*run_overrides, *overrides], ExperimentConfig)
-    return config, total != planned.train.epochs
+    return config, total != planned_config.train.epochs
 
 
 def _has_stopped_early(output_dir: Path) -> bool:

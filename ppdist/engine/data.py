@@ -57,8 +57,8 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
     cores = max(1, int(available_cores()))  # rank 0 checks the images, the others wait
     # Twice as many: even with a local disk, a child waits for it half of the time.
     checked = check_before_training(config, train_set, val_set, workers=2 * cores)
-    same = same_sets(config) if evaluate else ""
-    return checked._replace(lines=(*checked.lines, same)) if same else checked
+    warning = same_sets(config) if evaluate else ""
+    return checked._replace(lines=(*checked.lines, warning)) if warning else checked
 
 
 def read_unshared(
@@ -167,7 +167,7 @@ class BatchSource:
     def images_of(self, step: int, scores: ClassScores | None) -> list[int]:
         """Returns the positions of this rank's images of a step, without opening them."""
         keys = itertools.chain(*self._plan(step, scores).micro_batches(step))
-        return [key.index for key in keys if key.index >= 0]
+        return [key.index for key in keys if key.index >= 0]  # below 0: padding
 
     def path(self, index: int) -> str:
         """Returns the path of an image."""
@@ -209,7 +209,7 @@ class Blocklist:
         """
         Args:
             dataset: the training set; images already found unreadable count.
-        Raises: DataError: there are too many already.
+        Raises: DataError: too many images are unusable already.
         """
         self.reasons = dict(dataset.unreadable)
         self._dataset = dataset
@@ -220,14 +220,16 @@ class Blocklist:
 
         Args: bad_images: position -> reason, of this rank.
         Returns: a line for each new one, the same on every rank.
-        Raises: DataError, on every rank: there are too many now.
+        Raises: DataError, on every rank: too many images are unusable now.
         """
-        new: dict[int, str] = {}
+        new_reasons: dict[int, str] = {}
         for rank_images in comm.all_gather_large_object([*bad_images.items()]):
-            new |= {index: reason for index, reason in rank_images if index not in self.reasons}
-        self.reasons |= new
+            new_reasons |= {
+                index: reason for index, reason in rank_images if index not in self.reasons
+            }
+        self.reasons |= new_reasons
         self._refuse_too_many()
-        return [self._describe_image(index) for index in sorted(new)]
+        return [self._describe_image(index) for index in sorted(new_reasons)]
 
     def _describe_image(self, index: int) -> str:
         return f"{self._dataset.records[index].path}: {self.reasons[index]}"
@@ -237,10 +239,10 @@ class Blocklist:
         allowed = max(1, math.floor(BAD_SHARE * images))
         if len(self.reasons) <= allowed:
             return
-        shown = [f"  {self._describe_image(index)}" for index in sorted(self.reasons)[:_SHOWN]]
+        rows = [f"  {self._describe_image(index)}" for index in sorted(self.reasons)[:_SHOWN]]
         if len(self.reasons) > _SHOWN:
-            shown.append(f"  and {len(self.reasons) - _SHOWN} more")
-        lines = "\n".join(shown)
+            rows.append(f"  and {len(self.reasons) - _SHOWN} more")
+        lines = "\n".join(rows)
         raise DataError(
             f"{len(self.reasons)} of {images} images cannot be used, more than one in a "
             f"thousand ({allowed})",
@@ -260,6 +262,7 @@ def require_same_data(dataset: DetectionSet, config: DataConfig) -> None:
         return
     records = Records.of(dataset.records)
     top = os.path.join(absolute(config.root), "")
+    # Annotations first: images are compared by their place in lists that are equal.
     mismatch = _find_differing_records(dataset, records, config.root, top)
     if mismatch is None:
         mismatch = _find_differing_images(records, top, _COMPARED_IMAGES, dataset.opener)
@@ -318,9 +321,9 @@ def _describe_first_difference(records: Records, top: str, rank: int) -> str:
     marks = [_checksum(record, top) for record in records] if compared else []
     all_marks_N = comm.all_gather_rows(np.array(marks, np.int64).reshape(-1, 1))[:, 0]
     main_N, rank_N = all_marks_N[: counts_W[0]], all_marks_N[counts_W[0] :]
-    common = min(len(main_N), len(rank_N))
-    differing = np.flatnonzero(main_N[:common] != rank_N[:common])
-    first = int(differing[0]) if len(differing) else common
+    common_count = min(len(main_N), len(rank_N))
+    differing = np.flatnonzero(main_N[:common_count] != rank_N[:common_count])
+    first = int(differing[0]) if len(differing) else common_count
     record = records[first] if compared and first < len(records) else None
     images_W = comm.all_gather_large_object(
         None if record is None else [record.path.removeprefix(top), _describe_fields(record)]

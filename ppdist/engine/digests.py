@@ -27,7 +27,7 @@ def note_digests(
 
     Args: config: as it was given, before anything was resolved.
     """
-    write_note(DIGESTS_NOTE, _digests(config, train_set, val_set))
+    write_note(DIGESTS_NOTE, _compute_digests(config, train_set, val_set))
 
 
 def write_digests(file: Path, config: ExperimentConfig, *, evaluate: bool, fitted: bool) -> None:
@@ -35,20 +35,21 @@ def write_digests(file: Path, config: ExperimentConfig, *, evaluate: bool, fitte
 
     Args:
         evaluate: the validation set is read, too.
-        fitted: the configuration depends on the number of ranks, so it is left out.
+        fitted: the configuration depends on the number of ranks, so it gets no digests.
     Raises: UserError: the data cannot be read; StorageError: an input is not there.
     """
+    # First, so that a missing mount is reported as such, not as missing annotations.
     for path in inputs_of(config, evaluate=evaluate):
         if not addresses.is_remote(path) and not STORAGE.can_be_read(path):
             raise unavailable("cannot be read on this host", f"{path}")
     train_set, val_set = read_unshared(config.data, config.model.num_classes, evaluate)
-    digests = _digests(config, train_set, val_set)
+    digests = _compute_digests(config, train_set, val_set)
     if fitted:
         digests = {name: digests[name] for name in digests if not name.startswith("config ")}
     replace_file(file, json.dumps(digests).encode())
 
 
-def _digests(
+def _compute_digests(
     config: ExperimentConfig, train_set: DetectionSet, val_set: DetectionSet | None
 ) -> Digests:
     parts = {"version": versions(), "code": digests_of_code(), "config": flat_config(config)}

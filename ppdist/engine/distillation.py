@@ -145,8 +145,8 @@ class Unchanged(nn.Layer):
         self.compared = compared
 
     def forward(self, features: list[Tensor]) -> tuple[Tensor, ...]:
-        chosen = range(len(features)) if self.compared is None else self.compared
-        return tuple(features[index] for index in chosen)
+        indices = range(len(features)) if self.compared is None else self.compared
+        return tuple(features[index] for index in indices)
 
 
 def build_distillation(
@@ -176,6 +176,7 @@ def build_distillation(
         f"teacher: {source}, {size / 1e6:.2f} M parameters ({ratio:.1f} times the student's), for "
         f"{terms}"
     )
+    # The teacher is frozen, so its layers may take the faster forms of deployment.
     teacher.fuse()
     fast = is_on_onednn(student)
     if fast and self_check(teacher, 2 * teacher.size_multiple) is None:
@@ -190,7 +191,7 @@ def build_distillation(
         if not cells:
             raise _make_features_error("student and teacher have no features of the same stride")
         teacher.distillation = Unchanged([[*teacher_cells].index(cell) for cell in cells])
-        paddle.seed(seed)
+        paddle.seed(seed)  # equal adapters on all ranks
         student.distillation = Adapters(
             [[*student_cells].index(cell) for cell in cells],
             *([channels[cell] for cell in cells] for channels in (student_cells, teacher_cells)),
@@ -269,11 +270,11 @@ def _measure_features(model: Detector) -> dict[tuple[int, int], int]:
 
     Raises: ConfigError: the model's outputs have no features.
     """
-    before, model.distillation, training = model.distillation, Unchanged(), model.training
+    original, model.distillation, training = model.distillation, Unchanged(), model.training
     model.eval()
     size = model.size_multiple
     features = getattr(model(paddle.zeros([1, 3, size, size])), "features", ())
-    model.distillation = before
+    model.distillation = original
     if training:
         model.train()
     if not features:

@@ -44,6 +44,7 @@ class EarlyStopping:
             state = EarlyStoppingState(self._metric)
         value = metrics[self._metric]
         sign = -1.0 if self._metric in _LOWER_IS_BETTER else 1.0
+        # A first NaN, or an infinity, would otherwise stay the best for ever.
         better = math.isfinite(value) and (state.best is None or sign * (value - state.best) > 0)
         if better:
             return EarlyStoppingState(self._metric, value, step)

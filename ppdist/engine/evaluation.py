@@ -1,4 +1,4 @@
-"""Evaluations of a run: measured on averaged weights, and what follows from them."""
+"""Evaluations of a run, measured on averaged weights, and their consequences."""
 
 import logging
 import math

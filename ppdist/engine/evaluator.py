@@ -94,7 +94,7 @@ class ValidationLoss:
         Args:
             loss: that of training.
             loader: of this rank's share of the set.
-            unreadable: positions of images that the check of the set left out.
+            unreadable: positions of images that the check of the set could not read.
         """
         self._loss = loss
         self._loader = loader
@@ -111,6 +111,7 @@ class ValidationLoss:
         """
         self._step, self.sums = max(0, step - 1), {}
         if not self._counted:  # once: set, input sizes and anchors do not change
+            # Ranks without images have no counts, and are left out of the sum.
             counts_W = evaluate_on_all_ranks(self._count_targets, say=lambda counts: counts).said_W
             totals = [sum(counts) for counts in zip(*filter(None, counts_W))]
             if totals:
@@ -120,8 +121,8 @@ class ValidationLoss:
     def _count_targets(self) -> list[float]:
         """Sums the loss's local normalizers over this rank's targets; []: it has none."""
         summed: paddle.Tensor | None = None
-        for planned in self._loader.plan:
-            keys = [key for key in planned if key.index not in self._unreadable]
+        for planned_keys in self._loader.plan:
+            keys = [key for key in planned_keys if key.index not in self._unreadable]
             if not keys:
                 continue
             size = keys[0].height, keys[0].width
@@ -288,8 +289,10 @@ class DatasetEvaluator(ABC, Generic[Results]):
             say=lambda share: (share.unreadable, {} if loss is None else loss.sums),
         )
         rows_RX = comm.all_gather_rows(share.value.rows_RX)
+        # By position, so that the result does not depend on the number of ranks; stable, so that
+        # the rows of an image keep their order.
         rows_RX = rows_RX[np.argsort(rows_RX[:, 0], kind="stable")]
-        if _STOPPED in rows_RX[:1, 0]:
+        if _STOPPED in rows_RX[:1, 0]:  # it is negative, so it comes first
             raise EvaluationStopped
         self._leave_out([image for unreadable, _ in share.said_W for image in unreadable])
         sums_W = [sums for _, sums in share.said_W]
@@ -369,12 +372,12 @@ class DatasetEvaluator(ABC, Generic[Results]):
         """
         seen_S = np.append(seen_S, [*self.scored.unreadable]).astype(np.int64)
         counts_N = np.bincount(seen_S, minlength=len(self._dataset.records))
-        wrong = np.flatnonzero(counts_N != 1)
-        if wrong.size:
-            first = self._dataset.records[wrong[0]].path
+        wrong_N = np.flatnonzero(counts_N != 1)
+        if wrong_N.size:
+            first = self._dataset.records[wrong_N[0]].path
             raise RuntimeError(
-                f"evaluation must see each of the {len(counts_N)} images once; {wrong.size} were "
-                f"not, first {first} ({counts_N[wrong[0]]} times)"
+                f"evaluation must see each of the {len(counts_N)} images once; {wrong_N.size} were "
+                f"not, first {first} ({counts_N[wrong_N[0]]} times)"
             )
 
 

@@ -60,6 +60,7 @@ class Gradients:
         trained = [p for p in self.parameters if p.grad is not None]
         exchange.average([p.grad for p in trained], factor)
         self._precision.unscale(self._optimizer)
+        # Only parameters with a gradient are updated, and these may change from step to step.
         if self._flat is None or not self._flat.are_of(trained):
             self._flat = FlatGradients(trained)
             paddle_api.forget_update_lists(self._optimizer.optimizer)
@@ -90,7 +91,7 @@ class Gradients:
     def adding_zeros(self) -> Iterator[None]:
         """Makes a context in which a backward pass adds zeros, whatever it computes.
 
-        The hook of a leaf sees the gradient of one pass before it is added to earlier ones, and
+        The hook of a parameter gets the gradient of one pass before it is added to earlier ones and
         before an exchange inside the backward pass takes the sum.
         """
         hooks = [parameter.register_hook(paddle.zeros_like) for parameter in self.parameters]

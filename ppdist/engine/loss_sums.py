@@ -1,4 +1,4 @@
-"""Sums of a step's losses over micro-batches and ranks, and what divides them.
+"""Sums of a step's losses over micro-batches and ranks, and their divisors.
 
     loss = total / max(1, normalizer)  +  separate total / max(1, separate normalizer)
 

@@ -67,19 +67,19 @@ def _measure(job: Job, file_of_results: Path) -> None:
     config = experiment_of(job.config, trusted=True)  # by the run that started this process
     comm.init(config.device, config.distributed)
     meter = Meter()
-    took: dict[int, dict[str, int]] = {}
+    used_by_batch: dict[int, dict[str, int]] = {}
     with file_of_results.open("a", encoding="utf-8") as file:
-        for used in _trials(config, job, meter):
-            batch = job.batches[len(took)]
-            took[batch] = used
+        for used in _run_trials(config, job, meter):
+            batch = job.batches[len(used_by_batch)]
+            used_by_batch[batch] = used
             file.write(json.dumps({"batch": batch, "used": used}) + "\n")
             file.flush()
-            following = job.batches[len(took) : len(took) + 1]
-            if following and largest_batch(took, job.limits, following[0]) < following[0]:
+            following = job.batches[len(used_by_batch) : len(used_by_batch) + 1]
+            if following and largest_batch(used_by_batch, job.limits, following[0]) < following[0]:
                 break
 
 
-def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[str, int]]:
+def _run_trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[str, int]]:
     """Yields the memory that each batch took, by kind.
 
     Includes everything that a run holds between steps.
@@ -101,14 +101,14 @@ def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[s
     snapshots = None
     for batch in job.batches:
         for size, number in passes:
-            drawn = _batches(batch, job.objects, size, config.model.num_classes)
+            drawn = _draw_batches(batch, job.objects, size, config.model.num_classes)
             step(islice(drawn, job.micro_batches), number, rates, Clock())
             if snapshots is None:  # one to roll back to, one being written, beside later steps
                 snapshots = [capture_state(step, TrainState(), schedule) for _ in range(2)]
         yield {kind: used + sent for kind, used in meter.peak().items()}
 
 
-def _batches(batch: int, objects: int, size: tuple[int, int], classes: int) -> Iterator[Batch]:
+def _draw_batches(batch: int, objects: int, size: tuple[int, int], classes: int) -> Iterator[Batch]:
     """Yields batches of noise images with the largest number of objects.
 
     Args: size: (height, width) in pixels.

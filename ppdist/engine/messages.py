@@ -98,7 +98,7 @@ def device_line() -> str:
     hosts = math.ceil(world / max(1, comm.local_size()))
     where = f" on {hosts} hosts" if hosts > 1 else ""
     if device.on_accelerator():
-        return f"{world} x {_card_name()}{where}"
+        return f"{world} x {_read_card_name()}{where}"
     return f"CPU, {counted(world, 'process', 'es')} on {available_cores():g} cores{where}"
 
 
@@ -121,7 +121,7 @@ def longer_line(schedule: ScheduleSetup) -> str:
     """Describes how the total batch lengthens warm-up or epochs; "": not at all.
 
     For example `warm-up 4590 steps (10 epochs) instead of 2295, 89 epochs instead of 80: a step has
-    4 times the reference batch`; where a rule cuts the warm-up, it says which.
+    4 times the reference batch`; if a rule cuts the warm-up, the line names it.
     """
     warm, written = schedule.lr_scheduler.warmup_steps, schedule.written_warmup
     changes = []
@@ -150,7 +150,7 @@ def evaluate_line(config: ExperimentConfig, val: DetectionSet | None) -> str:
     return f"{often}, on {counted(len(val.records), 'image')}; the best {metric} is kept"
 
 
-def _card_name() -> str:
+def _read_card_name() -> str:
     try:
         return str(paddle.device.cuda.get_device_name())
     except Exception:  # a card of another maker; a driver may refuse in its own way

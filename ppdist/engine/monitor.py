@@ -73,7 +73,7 @@ class MetricsLogger(Callback):
         self._every = every
         self._steps_per_epoch = steps_per_epoch
         self._sums = StepSums()  # since the last record, before a resume, too
-        self._steps: list[_Step] = []  # of this process since then, for what only this rank knows
+        self._steps: list[_Step] = []  # of this process since then, for the seconds of this rank
         self._recent: deque[_Step] = deque(maxlen=_RECENT)
 
     def restore(self, saved: StepSums | None, step: int) -> None:
@@ -186,10 +186,12 @@ class EpochLogger(Callback):
 
     def on_epoch_end(self, epoch: int, step: int, numbers: Mapping[str, float]) -> None:
         columns = _fit_columns(_build_columns(epoch, self._epochs, numbers, self._shown))
-        left = self._log.time_left(step)
+        time_left = self._log.time_left(step)
         heads = " ".join(column.head.rjust(column.width) for column in columns)
         texts = " ".join(column.text.rjust(column.width) for column in columns)
-        self._log.row(f"{heads} {'ETA':>{_ETA_WIDTH}}", f"{texts} {left:>{_ETA_WIDTH}}".rstrip())
+        self._log.row(
+            f"{heads} {'ETA':>{_ETA_WIDTH}}", f"{texts} {time_left:>{_ETA_WIDTH}}".rstrip()
+        )
         self._log.detail(
             f"epoch {epoch} took {duration(numbers['seconds'])}, {numbers['data_share']:.0%} of "
             f"it waiting for images; memory {numbers['memory_gib']:.1f} GiB"
@@ -323,10 +325,11 @@ class StragglerMonitor(Callback):
 
         Args: seconds_W: of each rank for a micro-batch; 0: it had none.
         """
+        # The lower median: of two ranks the faster one is the measure of the other.
         usual = median_low([seconds for seconds in seconds_W if seconds > 0] or [1.0])
-        before = self._slow
+        slow_before = self._slow
         self._slow = {rank for rank, seconds in enumerate(seconds_W) if seconds / usual > _SLOW}
-        stragglers = sorted((self._slow & before) - self._named)
+        stragglers = sorted((self._slow & slow_before) - self._named)
         if not stragglers:
             return ""
         self._named |= set(stragglers)

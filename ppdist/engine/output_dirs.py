@@ -37,9 +37,9 @@ class OutputDirs:
                 replace_file(self.folder / _NOTE, json.dumps(note).encode())
 
     def require_no_other(self) -> None:
-        """Refuses to begin anew where a host knows a checkpoint.  Collective.
+        """Refuses to begin anew if a host has a note of a checkpoint.  Collective.
 
-        Raises: CheckpointError.
+        Raises: CheckpointError, on every rank: one has.
         """
         note = None if comm.local_rank() else read_json(self.folder / _NOTE)
         notes = [
@@ -85,6 +85,8 @@ def find_output_dirs(folder: Path) -> OutputDirs:
             (existing / name).touch()
         return name, f"{path.relative_to(existing)}"
 
+    # On other hosts the folder may not exist yet, or hang below another mount: they look in every
+    # parent from which it has the same relative path.
     name, below = comm.run_on_main(put)
     probes = [
         parent / name for parent in (path, *path.parents) if f"{path.relative_to(parent)}" == below

@@ -75,14 +75,14 @@ def preflight(
     # One call for all checks: configurations are not compared yet, so ranks might make other calls.
     comm.run_on_all_ranks(check_rank)
     if comm.world_size() > 1:
-        given = {
+        options = {
             "--eval": f"{evaluate}",
             "--resume": AUTO if resume.source == AUTO else f"{resume.source is not None}",
             "--resume-changed": f"{resume.changed}",
         }
         require_agreement(
             {
-                "command line": given,
+                "command line": options,
                 "versions": versions(),
                 "code": digests_of_code(),
                 "config": flat_config(config),
@@ -231,8 +231,8 @@ def fetch_on_all_ranks(weights: Path | str | None) -> None:
     The first rank of each host downloads; the others wait for as long as bytes arrive.
 
     Args: weights: as a user gave them; None, or anything but a name, needs nothing.
-    Raises: what `local_weights` raises, of the same kind and code on every rank; WeightsError: two
-        hosts have files of different content.
+    Raises: the errors of `local_weights`, with the same kind and code on every rank; WeightsError:
+        two hosts have files of different content.
     """
     if weights is None or entry_of(weights) is None:
         return
@@ -260,10 +260,10 @@ def digests_of_code() -> Facts:
     """Returns a digest of each file of the package, of plugins and of the started script."""
     script = Path(sys.argv[0])
     started = {script.name: digest_of_file(script)} if script.is_file() else {}
-    return digests_of_package() | _digests_of_plugins() | started
+    return digests_of_package() | _digest_plugins() | started
 
 
-def _digests_of_plugins() -> Facts:
+def _digest_plugins() -> Facts:
     """Returns digests of the files of packages and modules from which plugins are named."""
     return {
         f"{name}/{path.relative_to(place).as_posix()}" if place != path else path.name: (
@@ -322,7 +322,7 @@ def require_sum() -> None:
     try:
         with within(_SUM_SECONDS, "the first all-reduce", absent):
             sums = comm.all_reduce_sum(ranks).numpy()
-    except (RuntimeError, ValueError, OSError) as error:  # what gloo's errors become in Python
+    except (RuntimeError, ValueError, OSError) as error:  # the types of gloo's errors in Python
         missing = absent()
         if not missing:
             raise
@@ -335,10 +335,10 @@ def require_sum() -> None:
 
     def check() -> None:
         if not (sums == expected).all():
-            wrong = sums[sums != expected][0]
+            wrong_sum = sums[sums != expected][0]
             raise LaunchError(
-                f"an all-reduce over {world} ranks gave {wrong:g} instead of {expected:g} on host "
-                f"{comm.host()}: the transport is broken",
+                f"an all-reduce over {world} ranks gave {wrong_sum:g} instead of {expected:g} on "
+                f"host {comm.host()}: the transport is broken",
                 code="all_reduce_wrong",
                 fix="on GPUs try NCCL_P2P_DISABLE=1, and look at NCCL_DEBUG=INFO",
             )
@@ -366,7 +366,7 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
             file=sys.stderr,
             flush=True,
         )
-        missing = absent()  # last: the store may be in the hands of what hangs
+        missing = absent()  # last, because the store may hang as well
         if missing:
             print(f"ppdist: {missing} did not reach it", file=sys.stderr, flush=True)
         os._exit(1)

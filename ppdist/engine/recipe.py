@@ -92,25 +92,29 @@ class TrainOptions:
 
         Raises: ConfigError: a value is invalid.
         """
-        size, wrong = self.image_size, ""
+        size, invalid_option = self.image_size, ""
+        # `type`, because True is an instance of int.
         if self.batch not in (None, "auto") and (type(self.batch) is not int or self.batch < 1):
-            wrong, expected = (
+            invalid_option, expected = (
                 "batch",
                 'a whole number, 1 or more, or "auto" (what fits into memory)',
             )
         elif isinstance(self.epochs, int | float) and not self.epochs > 0:
-            wrong, expected = "epochs", "a number above 0"
+            invalid_option, expected = "epochs", "a number above 0"
         elif size is not None and (
             isinstance(size, str)
             or len(size) != 2
             or not all(type(side) is int and side >= 32 for side in size)
         ):
-            wrong, expected = "image_size", "one whole number, 32 or more, or (height, width)"
-        if wrong:
+            invalid_option, expected = (
+                "image_size",
+                "one whole number, 32 or more, or (height, width)",
+            )
+        if invalid_option:
             raise ConfigError(
                 f"expected {expected}",
                 code="option_invalid",
-                where=f"{wrong}={getattr(self, wrong)!r}",
+                where=f"{invalid_option}={getattr(self, invalid_option)!r}",
             )
 
     def items(self, *names: str) -> list[str]:
@@ -141,36 +145,37 @@ def fit_recipe(
     Raises: ConfigError: no such recipe, or one that is not for boxes; an item is wrong.
     """
     assert options.model is not None
-    name, short, file = _find_recipe(options.model)
+    name, short_name, file = _find_recipe(options.model)
     overrides = [*options.items("output_dir"), *overrides]
     reader = Reader()
     base = reader.read_file(file)
     nodes = [reader.read_override(item) for item in overrides]
     place = Place(f"--model {options.model}")
-    typed = reduce(merge, filter(None, nodes), Node({}, place, place))
-    options = _apply_typed(options, typed)
+    typed_tree = reduce(merge, filter(None, nodes), Node({}, place, place))
+    options = _apply_typed(options, typed_tree)
     section = _read_model_section(options, base)
-    held = 0 if layout.val is not None else max(1, round(VAL_FRACTION * layout.images))
-    images = max(1, layout.images - held)
+    held_images = 0 if layout.val is not None else max(1, round(VAL_FRACTION * layout.images))
+    images = max(1, layout.images - held_images)
     choices = _choose_data(layout, layout.images - images, options, base)
     choices += _choose_run(images, options, base, world, section.few_images)
-    out = f"output/{layout.name}_{short}"
+    out = f"output/{layout.name}_{short_name}"
     choices.append(Choice("output_dir", out, "the names of data and model"))
-    tree = merge(tree_of(_nest_choices(choices), place), typed)
+    # The choices override the shipped recipe, and -o items override both.
+    tree = merge(tree_of(_nest_choices(choices), place), typed_tree)
     config = parse_tree(merge(base, tree), ExperimentConfig, reader.problems)
     # Values as checked: `-o output_dir=2024` is text there, and image_size: 640 a square.
-    chosen = _select_keys(tree, config.model_dump(mode="json"))
-    given = [(item.partition("=")[0], item.partition("=")[2], "-o") for item in overrides]
-    overridden = {key for key, _, _ in given}
+    chosen_values = _select_keys(tree, config.model_dump(mode="json"))
+    typed_rows = [(item.partition("=")[0], item.partition("=")[2], "-o") for item in overrides]
+    overridden = {key for key, _, _ in typed_rows}
     rows = [
         ("data", f"{layout.format}, {layout.images} images", str(layout.root)),
         ("recipe", name, f"--model {options.model}"),
         *(
-            _describe_choice(choice, chosen)
+            _describe_choice(choice, chosen_values)
             for choice in choices
             if choice.reason and choice.key not in overridden
         ),
-        *given,
+        *typed_rows,
         *((what, "", reason) for what, reason in layout.notes),
     ]
     # Names come from files of strangers: a line break would end the comment that holds them.
@@ -178,18 +183,18 @@ def fit_recipe(
         (_join_lines(what), _join_lines(value), _join_lines(reason)) for what, value, reason in rows
     ]
     notes = tuple(_join_lines(f"{what}: {reason}") for what, reason in layout.notes)
-    text = _format_recipe(name, chosen, printable_rows)
+    text = _format_recipe(name, chosen_values, printable_rows)
     return Recipe(config, text, tuple(printable_rows), notes)
 
 
-def _apply_typed(options: TrainOptions, typed: Node) -> TrainOptions:
+def _apply_typed(options: TrainOptions, typed_tree: Node) -> TrainOptions:
     """Replaces options by -o values of the same settings, so that all choices suit these.
 
     Args: typed: the merged -o items.
     """
-    epochs = _read_value(typed, "train.epochs")
-    batch = _read_value(typed, "train.batch_size_per_card")
-    weights = _read_value(typed, "model.pretrained")
+    epochs = _read_value(typed_tree, "train.epochs")
+    batch = _read_value(typed_tree, "train.batch_size_per_card")
+    weights = _read_value(typed_tree, "model.pretrained")
     return replace(
         options,
         epochs=epochs if isinstance(epochs, int | float) and epochs > 0 else options.epochs,
@@ -211,25 +216,25 @@ def _find_recipe(model: str) -> tuple[str, str, str]:
         return shipped[file], shorts.get(shipped[file], Path(shipped[file]).stem), file
     if file == model and model.endswith((".yml", ".yaml")) and os.path.isfile(model):
         return os.path.abspath(model), Path(model).stem, model
-    close = near(model)
+    close_names = near(model)
     if is_weights_as_model("train", "model", model):
         refuse_options("train", [f"model={model}"], ())
     raise ConfigError(
         ("no such file" if model.endswith((".yml", ".yaml")) else "no recipe is called so")
-        + (f"; did you mean {close[0]}?" if close else ""),
+        + (f"; did you mean {close_names[0]}?" if close_names else ""),
         code="model_unknown",
         where=f"--model {model}",
-        fix=f"expected {', '.join(close[1:] or _COMMON)}, or another of `ppdist config list`",
+        fix=f"expected {', '.join(close_names[1:] or _COMMON)}, or another of `ppdist config list`",
     )
 
 
-def _require_weights_of(name: str, weights: str) -> None:
+def _require_matching_weights(name: str, weights: str) -> None:
     """Checks that missing weights are not named like the published ones of another recipe.
 
     Raises: WeightsError: they are.
     """
     entry, expected_name = published(weights), f"{name}_coco"
-    # A name of the zoo is checked elsewhere: it tells its model.
+    # A name of the zoo tells its model, and is checked with it.
     absent = not os.path.exists(weights) and not is_name(weights)
     if entry and absent and entry.name != expected_name and expected_name in zoo():
         raise WeightsError(
@@ -243,14 +248,14 @@ def _require_weights_of(name: str, weights: str) -> None:
 def require_detector(options: TrainOptions) -> None:
     """Checks that a recipe is for boxes, before data are read.
 
-    Raises: ConfigError: no such recipe, or one that is not for boxes; WeightsError: absent weights
-        that are called as those of another recipe.
+    Raises: ConfigError: no such recipe, or one that is not for boxes; WeightsError: missing weights
+        that are named like those of another recipe.
     """
     assert options.model is not None
-    _, short, file = _find_recipe(options.model)
+    _, short_name, file = _find_recipe(options.model)
     _read_model_section(options, Reader().read_file(file))
     if options.weights:
-        _require_weights_of(short, options.weights)
+        _require_matching_weights(short_name, options.weights)
 
 
 def _read_model_section(options: TrainOptions, base: Node) -> Any:
@@ -272,12 +277,16 @@ def _read_model_section(options: TrainOptions, base: Node) -> Any:
     return section
 
 
-def _choose_data(layout: Layout, held: int, options: TrainOptions, base: Node) -> list[Choice]:
+def _choose_data(
+    layout: Layout, held_images: int, options: TrainOptions, base: Node
+) -> list[Choice]:
     """Chooses the keys of the data, and those of the model that follow from data and options.
 
-    Args: held: images of the validation split that is taken from a set without one.
+    Args: held_images: size of the validation split that is taken from a set without one.
     """
-    reason = f"no validation split: {held} images validate, by their file names; the others train"
+    reason = (
+        f"no validation split: {held_images} images validate, by their file names; the others train"
+    )
     choices = [
         Choice(f"data.{key}", value, reason if key == "val_fraction" else "")
         for key, value in layout.section().items()
@@ -289,13 +298,14 @@ def _choose_data(layout: Layout, held: int, options: TrainOptions, base: Node) -
         choices.append(Choice("model.pretrained", options.weights, "--weights"))
     if options.image_size is not None:
         choices.append(Choice("model.image_size", list(options.image_size), "--image-size"))
-        usual, sizes = _read_value(base, "model.image_size"), _read_value(base, "train.multi_scale")
-        if usual and sizes:
+        usual_size = _read_value(base, "model.image_size")
+        sizes = _read_value(base, "train.multi_scale")
+        if usual_size and sizes:
             step = math.gcd(*(side for size in sizes for side in size))
             scaled = [
                 [
-                    max(step, step * round(side * new / old / step))
-                    for side, new, old in zip(size, options.image_size, usual)
+                    max(step, step * round(side * new_side / usual_side / step))
+                    for side, new_side, usual_side in zip(size, options.image_size, usual_size)
                 ]
                 for size in sizes
             ]
@@ -315,8 +325,8 @@ def _choose_run(
         base: the shipped recipe.
         on_few: `few_images` of the model: its settings for few images.
     """
-    written = _read_value(base, "train.epochs")
-    if not isinstance(written, int | float):
+    recipe_epochs = _read_value(base, "train.epochs")
+    if not isinstance(recipe_epochs, int | float):
         raise ConfigError(
             "does not set train.epochs, of which its warm-up and other phases are fractions",
             code="model_without_epochs",
@@ -324,14 +334,15 @@ def _choose_run(
             fix="set it there: the epochs (of COCO, say) that its other values were tuned for",
         )
     tuning = bool(options.weights) or bool(_read_value(base, "model.pretrained"))
-    epochs, reason = _choose_epochs(images, options, float(written), tuning)
+    epochs, reason = _choose_epochs(images, options, float(recipe_epochs), tuning)
     choices = [Choice("train.epochs", epochs, reason)]
     phases = "warm-up and other phases keep their fractions of the recipe's epochs"
-    choices.append(Choice("train.phases_for_epochs", written, phases))
+    choices.append(Choice("train.phases_for_epochs", recipe_epochs, phases))
     batch, reason = _choose_batch(
         images, options, _read_value(base, "train.batch_size_per_card") or 8, world
     )
     choices.append(Choice("train.batch_size_per_card", batch, reason))
+    # `auto` is resolved when the run starts; about 8 images are usual.
     on_all = world * (batch if isinstance(batch, int) else 8)
     steps = math.ceil(images / on_all) * math.ceil(epochs)
     min_warmup = _read_value(base, "schedule.warmup_least_steps") or 0
@@ -349,8 +360,8 @@ def _choose_run(
             on_few = {"optimizer.layer_decay": _LAYER_DECAY_TUNING, **on_few}
             reasons["optimizer.layer_decay"] = "layers near the image keep what the weights know"
         choices += [Choice(key, value, reasons.get(key, "")) for key, value in on_few.items()]
-        warmup = round(written / _WARMUP_PHASE, 2)
-        reason = f"of {written:g}: one in {_WARMUP_PHASE} of the run"
+        warmup = round(recipe_epochs / _WARMUP_PHASE, 2)
+        reason = f"of {recipe_epochs:g}: one in {_WARMUP_PHASE} of the run"
         choices.append(Choice("schedule.warmup_epochs", warmup, reason))
     every = max(1, math.ceil(epochs / _EVALUATIONS))
     evaluations = f"{'about ' * (every > 1)}{math.ceil(epochs / every)} in the run"
@@ -359,25 +370,27 @@ def _choose_run(
 
 
 def _choose_epochs(
-    images: int, options: TrainOptions, written: float, tuning: bool
+    images: int, options: TrainOptions, recipe_epochs: float, tuning: bool
 ) -> tuple[float, str]:
-    """Chooses the epochs, and gives the reason.  Args: written: those of the recipe."""
+    """Chooses the epochs, and gives the reason."""
     if options.epochs is not None:
         return float(options.epochs), "--epochs"
     if images >= _FEW_IMAGES:
-        return written, "as in the recipe"
-    usual, seen = (_EPOCHS_TUNING, _IMAGES_SEEN_TUNING) if tuning else (_EPOCHS, _IMAGES_SEEN)
-    epochs = float(min(_MOST_EPOCHS, max(usual, math.ceil(seen / images))))
+        return recipe_epochs, "as in the recipe"
+    usual_epochs, images_seen = (
+        (_EPOCHS_TUNING, _IMAGES_SEEN_TUNING) if tuning else (_EPOCHS, _IMAGES_SEEN)
+    )
+    epochs = float(min(_MOST_EPOCHS, max(usual_epochs, math.ceil(images_seen / images))))
     start = "starting from weights" if tuning else "from scratch"
     return epochs, f"{images} training images, {start}: {epochs * images:.0f} images seen in all"
 
 
 def _choose_batch(
-    images: int, options: TrainOptions, written: int | Literal["auto"], world: int
+    images: int, options: TrainOptions, recipe_batch: int | Literal["auto"], world: int
 ) -> tuple[int | Literal["auto"], str]:
-    """Chooses the images per card, and gives the reason.  Args: written: those of the recipe."""
+    """Chooses the images per card, and gives the reason."""
     batch, reason = (
-        (written, "as in the recipe") if options.batch is None else (options.batch, "--batch")
+        (recipe_batch, "as in the recipe") if options.batch is None else (options.batch, "--batch")
     )
     max_batch = max_micro_batch(images, world)
     if isinstance(batch, int) and batch > max_batch:
@@ -412,7 +425,8 @@ def with_data(
     """
     tree = config.model_dump(mode="json")
     settings = {key: tree["data"][key] for key in DataConfig.model_fields if key not in _OF_A_SET}
-    tree["data"] = {**settings, **_data_section(data), "resize": config.data.resize}
+    tree["data"] = {**settings, **_read_data_section(data), "resize": config.data.resize}
+    # Any number, for the first of two passes: the classes are counted in the data it describes.
     tree["model"]["num_classes"] = 1
     section = parse_plain(tree, "data", (), ExperimentConfig).data
     names = section.class_names or read_split(section, "train").class_names
@@ -420,7 +434,9 @@ def with_data(
     return parse_plain(tree, "data", (), ExperimentConfig)
 
 
-def _data_section(data: str | Path | ExperimentConfig | Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_data_section(
+    data: str | Path | ExperimentConfig | Mapping[str, Any],
+) -> Mapping[str, Any]:
     """Returns the `data` section of anything that `data=` and DATA accept."""
     if isinstance(data, Mapping):
         return data
@@ -443,7 +459,7 @@ def file_of_plan(recipe: Recipe, output_dir: Path) -> str:
 
 
 def write_recipe(
-    recipe: Recipe, output_dir: Path, before: set[Path], evaluate: bool, name: str = FILE
+    recipe: Recipe, output_dir: Path, earlier_runs: set[Path], evaluate: bool, name: str = FILE
 ) -> str:
     """Writes the configuration beside its run; returns the training command.
 
@@ -451,7 +467,7 @@ def write_recipe(
     here.
 
     Args:
-        before: the folders of earlier runs in output_dir when this run started.
+        earlier_runs: their folders in output_dir when this run started.
         name: of the file.
     """
     file = output_dir / name
@@ -459,7 +475,7 @@ def write_recipe(
     make_folder(output_dir)
     with writing(file):
         if file.exists():
-            for moved in {*output_dir.glob(ASIDE)} - before:
+            for moved in {*output_dir.glob(ASIDE)} - earlier_runs:
                 file.replace(moved / name)
         if file.exists() and bytes_of(file) != content:  # perhaps edited by hand
             file.replace(_find_unused_name(file.with_name(f"{name}.old")))

@@ -41,8 +41,8 @@ def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
     images = 0 if val_set is None else len(val_set.records)
     evaluate_every = schedule.interval(config.evaluate.every_epochs) if images else 0
     eta.expect(evaluate_every, 0, images, schedule.total_batch)
-    begun = decisions.start.step or 0  # steps that the run to resume has made
-    done = 0
+    resumed_steps = decisions.start.step or 0  # steps that the run to resume has made
+    done_steps = 0
     for number, batches in enumerate(islice(source.steps(0, None), _MOST_STEPS)):
         try:
             given_up = step(batches, number, rates, Clock()).verdict is Verdict.REPEAT
@@ -51,14 +51,16 @@ def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
         if given_up:
             return "time not known: a step had too little memory, or no images"  # on some rank
         clock.lap("steps")
-        done = number + 1
-        eta.record_step(done, 0.0)
-        if done > _LEAST_STEPS and comm.run_on_main(lambda: clock.seconds["steps"] > _SECONDS):
+        done_steps = number + 1
+        eta.record_step(done_steps, 0.0)
+        # Rank 0 decides for all, because the clocks of ranks differ.
+        enough = done_steps > _LEAST_STEPS
+        if enough and comm.run_on_main(lambda: clock.seconds["steps"] > _SECONDS):
             break
-    seconds = eta.seconds_left(begun)
+    seconds = eta.seconds_left(resumed_steps)
     if seconds is None:
         return "time not known: the run has one step, and the first step of a run is not typical"
     return (
-        f"about {duration(seconds)} on this machine: {schedule.total_steps - begun} steps and the "
-        f"evaluations, by {done} steps that were tried"
+        f"about {duration(seconds)} on this machine: {schedule.total_steps - resumed_steps} steps "
+        f"and the evaluations, by {done_steps} steps that were tried"
     )

@@ -1,8 +1,8 @@
-"""Resuming: which checkpoint a run starts from, and what must be as it was.
+"""Resuming: the checkpoint that a run starts from, and the checks that it fits.
 
     find_start -> resumed_micro_batches -> validate_resume -> prepare_output_dir -> restore_state
 
-Only rank 0 reads and writes checkpoints, and broadcasts what it has read.  So output_dir need not
+Only rank 0 reads and writes checkpoints, and broadcasts their content.  So output_dir need not
 be on a shared file system, and `--resume` refers to rank 0's host, the first of --ips.
 
 A run has a random id, kept in its checkpoints.  Once its checkpoint folder holds no other run's,
@@ -66,8 +66,8 @@ class JobNote:
         id: of the job's run.
         saved: step of its last checkpoint, on rank 0's host; elsewhere that from which the attempt
             began; 0: none yet.
-        made_of: what its steps are made of, which hosts that go before its first checkpoint do not
-            change.
+        made_of: the batch sizes of its steps, see `ingredients`; they stay if hosts are lost before
+            its first checkpoint.
     """
 
     id: str
@@ -112,7 +112,7 @@ class Opened(NamedTuple):
     """A checkpoint that rank 0 has opened, as it is sent to all ranks; fields as in `Start`.
 
     Attributes:
-        state: what is in state.json.
+        state: the content of state.json.
         sizes: bytes of each group of arrays.
     """
 
@@ -137,7 +137,7 @@ def find_start(continuation: Continuation, dirs: OutputDirs, config: ExperimentC
 
     Raises: CheckpointError on rank 0, UserError on the others: there is none, it is damaged, or
         it was trained with other settings; with AUTO, the run has checkpoints on a host that is
-        not here.
+        missing.
     """
     note = _read_job_note()
     job = None if note is None else note.id
@@ -145,7 +145,7 @@ def find_start(continuation: Continuation, dirs: OutputDirs, config: ExperimentC
     files: dict[str, bytes] = {}  # of rank 0, by group
 
     def open_on_main() -> Any:
-        checkpoint, skipped = _checkpoint_to_resume(continuation, dirs.folder, note, config)
+        checkpoint, skipped = _read_checkpoint_to_resume(continuation, dirs.folder, note, config)
         if checkpoint is None:
             return None
         for name, content in checkpoint.files.items():
@@ -161,6 +161,7 @@ def find_start(continuation: Continuation, dirs: OutputDirs, config: ExperimentC
         begun = {} if note is None else note.made_of
         return Start(continuation, job, folder, dirs, begun=begun)
     opened = _JSON_OF_OPENED.validate_python(fields)
+    # Popped, so that each file's memory is free before the next is unpacked.
     groups = {
         name: unpack_arrays(
             _broadcast_file(files.pop(name, b""), size), opened.path / f"{name}.safetensors"
@@ -182,12 +183,12 @@ def find_start(continuation: Continuation, dirs: OutputDirs, config: ExperimentC
     )
 
 
-def _checkpoint_to_resume(
+def _read_checkpoint_to_resume(
     continuation: Continuation, output_dir: Path, note: JobNote | None, config: ExperimentConfig
 ) -> tuple[Checkpoint | None, list[str]]:
     """Reads the job's newest checkpoint, else the one that the command names.
 
-    Returns: it, if there is one, and the reasons why newer ones were skipped.
+    Returns: the checkpoint, or None; the reasons why newer ones were skipped.
     """
     source, folder = continuation.source, output_dir / "checkpoints"
     checkpoint, skipped = _read_newest_of_run(None if note is None else note.id, folder)
@@ -210,8 +211,8 @@ def _open(
     """Checks a checkpoint against the configuration of this run.
 
     Args:
-        skipped: reasons why newer ones were.
-        folder: where this run has its checkpoints.
+        skipped: reasons why newer checkpoints were skipped.
+        folder: of this run's checkpoints.
     """
     try:
         SavedState.model_validate_json(checkpoint.files["state.json"], strict=True)
@@ -271,7 +272,7 @@ def _read_newest_of_run(run: str | None, folder: Path) -> tuple[Checkpoint | Non
 def _is_missing(note: JobNote, checkpoint: Checkpoint | None, folder: Path) -> bool:
     """Returns True if a job's newest checkpoint is missing altogether, not just damaged.
 
-    It may be on another disk than the one that is there.
+    It may be on a disk that is not mounted now.
     """
     if checkpoint is not None and checkpoint.state["step"] >= note.saved:
         return False
@@ -294,15 +295,15 @@ def _wait_for_checkpoint(
             raise unavailable(f"{expected} is not there", f"{folder}")
         return checkpoint, skipped
 
-    late = []
+    late_reasons = []
     try:
         checkpoint, skipped = comm.once_there(look, seconds)
     except StorageError:
         checkpoint, skipped = _read_newest_of_run(note.id, folder)
         cause = "which an earlier attempt of this job wrote: it is not there after"
-        late = [f"of step {note.saved} in {folder}, {cause} {seconds:.0f} s"]
+        late_reasons = [f"of step {note.saved} in {folder}, {cause} {seconds:.0f} s"]
     if checkpoint is not None:
-        return checkpoint, [*skipped, *late]
+        return checkpoint, [*skipped, *late_reasons]
     raise CheckpointError(
         f"found neither {expected} nor an older one after {seconds:.0f} s",
         code="checkpoint_unreachable",
@@ -369,19 +370,19 @@ def resumed_micro_batches(start: Start, train: TrainConfig, follows: bool) -> Mi
 
     Args:
         train: of this run, with a number for its batch.
-        follows: the number follows from memory or from the data, so it asks for nothing.
-    Raises: CheckpointError: it has others, without `continuation.changed`; ConfigError: they are
-        not to be had.
+        follows: the number follows from memory or from the data, so the user asks for no change.
+    Raises: CheckpointError: the micro-batches change, without `continuation.changed`; ConfigError:
+        they cannot be made on these ranks.
     """
     state, world = start.made_of, comm.world_size()
     previous = MicroBatches(state["total_batch"], state["micro_batch"], state["sync_bn"])
-    typed = [] if follows else [change.key.rpartition(".")[2] for change in start.of_step]
+    typed_keys = [] if follows else [change.key.rpartition(".")[2] for change in start.of_step]
     total = train.total_batch or previous.total_batch
-    if train.total_batch is None and {"batch_size_per_card", "accumulate_steps"} & {*typed}:
+    if train.total_batch is None and {"batch_size_per_card", "accumulate_steps"} & {*typed_keys}:
         total = world * train.images_per_card * train.accumulate_steps
     now = replace(previous, total_batch=total)
     if (
-        "batch_size_per_card" in typed
+        "batch_size_per_card" in typed_keys
         or train.sync_bn != previous.spread
         or total % previous.images
     ):
@@ -392,9 +393,9 @@ def resumed_micro_batches(start: Start, train: TrainConfig, follows: bool) -> Mi
                 f"ranks: {state['world']} then, {world} now; each step has the same images and "
                 f"micro-batches: {now.describe(world)}"
             )
-        if typed:
-            same = "changed settings that do not affect training, as the micro-batches stay"
-            start.notes.append(f"{same}: {join_changes(start.of_step)}")
+        if typed_keys:
+            note = "changed settings that do not affect training, as the micro-batches stay"
+            start.notes.append(f"{note}: {join_changes(start.of_step)}")
         return now
     becomes = []
     if now.total_batch != previous.total_batch:
@@ -436,20 +437,20 @@ def validate_resume(
     Raises: CheckpointError: without `continuation.changed`, other images or another teacher.
     """
     images, data = len(train_set.records), fingerprint(train_set, config.data.root)
-    now, before = Run(images=images, data=data, schedule_steps=schedule.schedule_steps), None
-    now.pixels = pixels
+    run, previous = Run(images=images, data=data, schedule_steps=schedule.schedule_steps), None
+    run.pixels = pixels
     teacher = None if config.distill is None else config.distill.teacher
     if teacher is not None:
-        now.teacher = digest_of_weights(Path(teacher))
+        run.teacher = digest_of_weights(Path(teacher))
     if start.snapshot is not None:
-        before = SavedState.model_validate(start.snapshot.state).run
-    if before is None:  # a new run, or its checkpoint predates run ids
-        now.id = comm.run_on_main(lambda: uuid.uuid4().hex)
-        return now
-    now.id, now.bad_images = before.id, before.bad_images
-    if before.data != data:
-        same = " (other ones)" if before.images == images else ""
-        text = f"another training set: {before.images} images then, {images}{same} now"
+        previous = SavedState.model_validate(start.snapshot.state).run
+    if previous is None:  # a new run, or its checkpoint predates run ids
+        run.id = comm.run_on_main(lambda: uuid.uuid4().hex)
+        return run
+    run.id, run.bad_images = previous.id, previous.bad_images
+    if previous.data != data:
+        suffix = " (other ones)" if previous.images == images else ""
+        text = f"another training set: {previous.images} images then, {images}{suffix} now"
         if not start.continuation.changed:
             raise CheckpointError(
                 f"it was trained on {text}",
@@ -461,14 +462,15 @@ def validate_resume(
                 ),
             )
         start.warnings.append(f"--resume-changed: {text}")
-        now.bad_images = {}
-    elif before.pixels.split()[:1] == pixels.split()[:1] and before.pixels != pixels:
+        run.bad_images = {}
+    # The first word is how thoroughly images were checked, which decides what the digest covers.
+    elif previous.pixels.split()[:1] == pixels.split()[:1] and previous.pixels != pixels:
         start.warnings.append(
             "image files of the training set have changed since the checkpoint: training continues "
             "with the new ones; start a new run if that was not intended"
         )
-    now.pixels = pixels or before.pixels
-    if before.teacher and now.teacher and before.teacher != now.teacher:
+    run.pixels = pixels or previous.pixels
+    if previous.teacher and run.teacher and previous.teacher != run.teacher:
         if not start.continuation.changed:
             raise CheckpointError(
                 f"its teacher was not the one now in {teacher} (the best checkpoint "
@@ -478,14 +480,14 @@ def validate_resume(
                 fix="set distill.teacher to the original checkpoint, or add --resume-changed",
             )
         start.warnings.append("--resume-changed: training continues with another teacher")
-    if before.schedule_steps != schedule.schedule_steps and start.continuation.extends:
-        start.notes.append(extension_note(schedule, before.schedule_steps, start.step or 0))
-    elif before.schedule_steps != schedule.schedule_steps:
+    if previous.schedule_steps != schedule.schedule_steps and start.continuation.extends:
+        start.notes.append(extension_note(schedule, previous.schedule_steps, start.step or 0))
+    elif previous.schedule_steps != schedule.schedule_steps:
         start.warnings.append(
             f"the schedule continues at step {start.step} of {schedule.schedule_steps}; it had "
-            f"{before.schedule_steps} steps before"
+            f"{previous.schedule_steps} steps before"
         )
-    return now
+    return run
 
 
 def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> list[str]:
@@ -503,8 +505,8 @@ def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> list[
     def clear() -> list[str]:
         lines = []
         if start.job is None and not start.in_place:
-            if (old := set_run_aside(output_dir)) is not None:
-                lines.append(f"moved the earlier run in {output_dir} to {old}")
+            if (old_folder := set_run_aside(output_dir)) is not None:
+                lines.append(f"moved the earlier run in {output_dir} to {old_folder}")
         elif (aside := set_aside(start.folder, resumed_step)) is not None:
             what = "beyond the step resumed from, or damaged," if resumed_step else "of another run"
             lines.append(f"moved checkpoints {what} to {aside}")

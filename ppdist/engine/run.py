@@ -82,9 +82,9 @@ def plan_training(
     if data is None and config is None:
         assert resume.source is not None
         run = Path(resume.source)
-        items = options.items("batch", "weights", "image_size", "output_dir")
+        option_items = options.items("batch", "weights", "image_size", "output_dir")
         epochs = None if options.epochs is None else f"{options.epochs}"
-        longer, extends = config_of_run(run, epochs, [*items, *overrides])
+        longer, extends = config_of_run(run, epochs, [*option_items, *overrides])
         return TrainingPlan(longer, replace(resume, extends=extends))
     if isinstance(options.epochs, str):
         raise ConfigError(
@@ -100,10 +100,10 @@ def plan_training(
             require_there(Path(options.weights))  # before all labels are read
         recipe = fit_recipe(find_layout(str(data)), options, overrides, comm.world_size())
         return TrainingPlan(recipe.config, resume, recipe)
-    items = [*options.items(), *overrides]
+    option_items = [*options.items(), *overrides]
     if isinstance(config, ExperimentConfig):
-        return TrainingPlan(apply_overrides(config, items), resume)
-    return TrainingPlan(load_config(str(config), items), resume)
+        return TrainingPlan(apply_overrides(config, option_items), resume)
+    return TrainingPlan(load_config(str(config), option_items), resume)
 
 
 def run_training(
@@ -125,7 +125,7 @@ def run_training(
         output_dir = place  # the link may be changed while the run writes
     comm.init(config.device, config.distributed)
     heartbeat.tell_run(output_dir)
-    before = {*output_dir.glob(ASIDE)}
+    earlier_runs = {*output_dir.glob(ASIDE)}
     try:
         experiment = build_training(
             config,
@@ -138,12 +138,12 @@ def run_training(
     except DataError:
         # The user may read and edit the decisions; those of an earlier run are not overwritten.
         if recipe is not None and comm.is_main() and not (output_dir / FILE).exists():
-            write_recipe(recipe, output_dir, before, evaluate)
+            write_recipe(recipe, output_dir, earlier_runs, evaluate)
             process.say(f"ppdist: wrote {output_dir / FILE}, the configuration of this run")
         raise
     with experiment.log:
         if recipe is not None:
-            _log_recipe(recipe, experiment.log, output_dir, before, evaluate)
+            _log_recipe(recipe, experiment.log, output_dir, earlier_runs, evaluate)
         status = experiment.trainer.fit()
         if comm.is_main() and status == 0:  # a stopped run may be killed if it is slow to end
             experiment.log.info(f"drawing {output_dir / 'plots'}")
@@ -198,14 +198,14 @@ def build_resume_command(output_dir: Path, evaluate: bool) -> str:
 
 
 def _log_recipe(
-    recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], evaluate: bool
+    recipe: Recipe, log: RunLog, output_dir: Path, earlier_runs: set[Path], evaluate: bool
 ) -> None:
     """Logs a recipe's reasons, and the command that trains with it.  Collective.
 
-    Args: before: see `write_recipe`.
+    Args: earlier_runs: see `write_recipe`.
     """
-    again = comm.run_on_main(lambda: write_recipe(recipe, output_dir, before, evaluate))
-    log.headline("again", again)
+    command = comm.run_on_main(lambda: write_recipe(recipe, output_dir, earlier_runs, evaluate))
+    log.headline("again", command)
     log.table("decided", recipe.rows)
     for note in recipe.notes:
         log.note(note)

@@ -45,8 +45,8 @@ def settings(config: Section) -> dict[str, str]:
     texts: dict[str, list[str]] = {}
     for key, value in flattened(config).items():
         section = key.partition(".")[0] if "." in key else "run"
-        shown = value if isinstance(value, str) else json.dumps(value)
-        texts.setdefault(section, []).append(f"{key}={shown}")
+        text = value if isinstance(value, str) else json.dumps(value)
+        texts.setdefault(section, []).append(f"{key}={text}")
     return {section: ",  ".join(lines) for section, lines in texts.items()}
 
 
@@ -66,7 +66,7 @@ def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None
         "ranks": comm.world_size(),
         "device": device.kind(),
         "cards_on_this_host": device.card_count(),
-        "git_commit": _git_commit(),
+        "git_commit": _read_git_commit(),
     }
     text = json.dumps(environment, indent=1)
     try:
@@ -81,7 +81,7 @@ def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None
         ) from error
 
 
-def _git_commit() -> str | None:
+def _read_git_commit() -> str | None:
     """Returns the commit of the checkout this package runs from; None outside git."""
     try:
         output = output_of(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], 10)

@@ -49,9 +49,9 @@ class Saving:
 
     def is_due(self, state: TrainState) -> bool:
         """Returns True if the run saves now; what is due amid bad steps waits for their end."""
-        ended = state.step == self._last
-        self._owed |= ended or (self._every > 0 and state.step % self._every == 0)
-        return self._owed and (ended or not state.bad_steps)
+        is_last = state.step == self._last
+        self._owed |= is_last or (self._every > 0 and state.step % self._every == 0)
+        return self._owed and (is_last or not state.bad_steps)
 
     def save(self, step: int, capture: Callable[[], Snapshot]) -> Snapshot | None:
         """Takes a snapshot, which rank 0 writes while training continues.
@@ -65,7 +65,7 @@ class Saving:
             return None
         heartbeat.beat("save", step)
         with self._log.spending(SAVING, step):
-            self.writer.make_room()
+            self.writer.make_room()  # first, because the copy needs memory
             snapshot = capture()
             if comm.is_main():
                 self.writer.hand_over(snapshot)
@@ -128,9 +128,9 @@ class Saving:
         """
         heartbeat.beat("save", step)
         with self._log.spending(SAVING, step):
-            comm.run_on_main(self._write_the_last)
+            comm.run_on_main(self._write_last)
 
-    def _write_the_last(self) -> None:
+    def _write_last(self) -> None:
         require_held(self._dirs.folder)
         trouble = self.writer.finish()
         for line in dict.fromkeys(self.writer.troubles()):

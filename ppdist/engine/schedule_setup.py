@@ -117,42 +117,45 @@ class ScheduleSetup:
         yield from self._list_length_facts()
 
     def _list_optimizer_facts(self) -> Iterator[Fact]:
-        before, after, ratio = self.optimizer, self.scaled, self.batch_ratio
-        reason = f"{before.lr:g}, {before.lr_scaling} scaling by {ratio:g}"
-        if before.noise_scale is not None:
+        configured, scaled, ratio = self.optimizer, self.scaled, self.batch_ratio
+        reason = f"{configured.lr:g}, {configured.lr_scaling} scaling by {ratio:g}"
+        if configured.noise_scale is not None:
             effective = effective_batch_ratio(
-                self.step_images, self.reference_batch, before.noise_scale
+                self.step_images, self.reference_batch, configured.noise_scale
             )
-            reason += f", which counts as {effective:g} at a noise scale of {before.noise_scale:g}"
-        yield Fact("lr", after.lr, "learning rate", f"{after.lr:g}", reason)
-        reason = f"{before.weight_decay:g}"
-        if after.weight_decay != before.weight_decay:
-            factor = after.weight_decay / before.weight_decay
+            reason += (
+                f", which counts as {effective:g} at a noise scale of {configured.noise_scale:g}"
+            )
+        yield Fact("lr", scaled.lr, "learning rate", f"{scaled.lr:g}", reason)
+        reason = f"{configured.weight_decay:g}"
+        if scaled.weight_decay != configured.weight_decay:
+            factor = scaled.weight_decay / configured.weight_decay
             reason += f" x {factor:g}: learning rate x decay per image stays the same"
         else:
             reason += ", as written"
-        decay = after.weight_decay
+        decay = scaled.weight_decay
         yield Fact("weight_decay", decay, "weight decay", f"{decay:g}", reason)
-        if before.name == "momentum":
+        if configured.name == "momentum":
             reason = "as written: a larger batch only changes the rate"
-            yield Fact("momentum", after.momentum, "momentum", f"{after.momentum:g}", reason)
+            yield Fact("momentum", scaled.momentum, "momentum", f"{scaled.momentum:g}", reason)
         else:
-            betas = [float(f"{beta:.6g}") for beta in after.betas]
-            shown = f"{betas[0]:g}, {betas[1]:g}; epsilon {after.epsilon:.3g}"
+            betas = [float(f"{beta:.6g}") for beta in scaled.betas]
+            shown = f"{betas[0]:g}, {betas[1]:g}; epsilon {scaled.epsilon:.3g}"
             yield Fact("betas", betas, "betas", shown, "as written")
 
     def _list_length_facts(self) -> Iterator[Fact]:
         schedule = self.lr_scheduler.config
         warm, growth = self.lr_scheduler.warmup_steps, ""
-        written = self.phase_scale / self.epoch_scale
+        phase_factor = self.phase_scale / self.epoch_scale
         if warm > self.written_warmup:
             growth = f" ({warm / max(1, self.written_warmup):.3g} x as many images)"
         bound = f", {self.warmup_bound}" if self.warmup_bound else ""
-        full, rest = divmod(warm, self.steps_per_epoch)  # the last step of an epoch may be smaller
+        # Images are counted by epochs, because the last step of an epoch may be smaller.
+        full_epochs, rest_steps = divmod(warm, self.steps_per_epoch)
         reason = (
-            f"{counted(schedule.warmup_epochs * written, 'epoch')} at the reference batch, "
+            f"{counted(schedule.warmup_epochs * phase_factor, 'epoch')} at the reference batch, "
             f"compensation {schedule.warmup_compensation}{growth}{bound}: "
-            f"{counted(full * self.dataset_size + rest * self.total_batch, 'image')} "
+            f"{counted(full_epochs * self.dataset_size + rest_steps * self.total_batch, 'image')} "
             f"({warm / self.steps_per_epoch:.2f} epochs)"
         )
         yield Fact("warmup_steps", warm, "warm-up", counted(warm, "step"), reason)
@@ -177,7 +180,7 @@ class ScheduleSetup:
                 f", {self.epoch_scale:.4g} x the {self.epochs:g} epochs configured, as are all "
                 f"phases in epochs (train.epochs_compensation)"
             )
-        if written != 1:
+        if phase_factor != 1:
             reason += (
                 f"; phases in epochs are {self.phase_scale:.4g} x as long as configured "
                 f"(train.phases_for_epochs)"
@@ -339,11 +342,12 @@ def extension_note(schedule: ScheduleSetup, before_steps: int, step: int) -> str
     """
     rate = schedule.lr_scheduler
     warmup = round(rate.warmup_steps * before_steps / schedule.schedule_steps)
-    before = replace(rate, total_steps=before_steps, warmup_steps=warmup)
-    last = before(min(step, before_steps) - 1)
-    made, planned = (steps / schedule.steps_per_epoch for steps in (step, schedule.schedule_steps))
+    previous = replace(rate, total_steps=before_steps, warmup_steps=warmup)
+    last = previous(min(step, before_steps) - 1)
+    done_epochs = step / schedule.steps_per_epoch
+    all_epochs = schedule.schedule_steps / schedule.steps_per_epoch
     return (
-        f"continuing from epoch {made:g} to {planned:g} on a schedule over all {planned:g} epochs: "
-        f"the learning rate, which had ended at {last:.2g}, is {rate(step):.2g} now and "
-        f"{rate(schedule.schedule_steps - 1):.2g} at the end"
+        f"continuing from epoch {done_epochs:g} to {all_epochs:g} on a schedule over all "
+        f"{all_epochs:g} epochs: the learning rate, which had ended at {last:.2g}, is "
+        f"{rate(step):.2g} now and {rate(schedule.schedule_steps - 1):.2g} at the end"
     )

@@ -71,11 +71,11 @@ class TrainState(BaseModel, populate_by_name=True):
 
     @field_validator("best", mode="before")
     @classmethod
-    def _best_of_json(cls, value: Any) -> Any:
+    def _parse_best(cls, value: Any) -> Any:
         return -math.inf if value is None else value
 
     @field_serializer("best")
-    def _json_of_best(self, value: float) -> float | None:
+    def _serialize_best(self, value: float) -> float | None:
         return value if math.isfinite(value) else None
 
     def roll_back_to(self, earlier: "TrainState") -> None:
@@ -154,15 +154,15 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
     model_shapes = {key: list(value.shape) for key, value in step.model.state_dict().items()}
     saved_shapes = {key: list(value.shape) for key, value in arrays.items()}
     if model_shapes != saved_shapes:
-        odd = sorted(
+        differing_keys = sorted(
             key
             for key in model_shapes | saved_shapes
             if model_shapes.get(key) != saved_shapes.get(key)
         )
         raise CheckpointError(
-            f"the checkpoint does not fit this model: {odd[0]} has shape "
-            f"{saved_shapes.get(odd[0], 'absent')} there and "
-            f"{model_shapes.get(odd[0], 'absent')} here",
+            f"the checkpoint does not fit this model: {differing_keys[0]} has shape "
+            f"{saved_shapes.get(differing_keys[0], 'absent')} there and "
+            f"{model_shapes.get(differing_keys[0], 'absent')} here",
             code="checkpoint_of_other_config",
             fix="resume with the configuration the run was started with",
         )
@@ -175,15 +175,16 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
             fix="start a new run with its weights: model.pretrained=PATH",
         )
     copy_into(step.model.state_dict(), arrays)
-    begun = step.optimizer.load(optimizer_state)
-    lost = step.exchange.load(saved.groups.get("averaging") or {})
+    optimizer_warning = step.optimizer.load(optimizer_state)
+    residual_warning = step.exchange.load(saved.groups.get("averaging") or {})
     for policy in step.policies:
         policy.load(groups, state)
     step.precision.load(state["scaler"])
+    # The restored statistics are equal on all ranks, so no micro-batches are left to average.
     step.statistics.forget()
     # Older versions did not record evaluations; without this, one would be repeated.
     restored = SavedState.model_validate({"evaluated_step": saved.step} | state)
-    return restored, "; ".join(filter(None, [begun, lost]))
+    return restored, "; ".join(filter(None, [optimizer_warning, residual_warning]))
 
 
 def _split_distillation(groups: _Groups) -> _Groups:
@@ -241,5 +242,5 @@ def copy_into(targets: dict[str, paddle.Tensor], sources: Mapping[str, Any]) -> 
 
 def _to_numpy(tensor: paddle.Tensor) -> np.ndarray:
     """Converts to numpy; low precision becomes float32, as numpy has no bfloat16."""
-    low = tensor.dtype in (paddle.float16, paddle.bfloat16)
-    return (tensor.astype("float32") if low else tensor).numpy()
+    is_low_precision = tensor.dtype in (paddle.float16, paddle.bfloat16)
+    return (tensor.astype("float32") if is_low_precision else tensor).numpy()

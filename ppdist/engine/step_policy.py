@@ -37,7 +37,7 @@ class StepResult:
         losses: `loss` and its parts, normalised like the gradient.
         gradient_norm: before clipping; nan: not finite, or not applied for another reason.
         finite: loss, gradient and running statistics were, on all ranks.
-        totals: what policies voted, summed over ranks.
+        totals: the votes of policies, summed over ranks.
         searching: skipped only because the loss scale of float16 was still too high.
         synchronised: all ranks hold the same weights now.
         own_loss: sum over this rank's images, not normalised.

@@ -25,7 +25,7 @@ class StepSums(BaseModel):
         losses, gradient_norm: sums; None: some value was not finite.
         images: of all ranks.
         wall_seconds, data_seconds: as in StepSeconds, of the rank that saved.
-        seconds: wall time since `after`, including what came between the steps.
+        seconds: wall time since `after`, including evaluations and saving between the steps.
         lr: of the last step.
         reported: the step after which means were reported although more steps belong to them; 0:
             none.  A run ended there, and was extended.
@@ -54,6 +54,7 @@ class StepSums(BaseModel):
             every: steps of an epoch, or between records, which have one mean.
         """
         first = step - step % every
+        # Sums that began elsewhere belong to epochs, or records, of another length.
         if saved is not None and saved.after == first:
             return saved.model_copy(deep=True)
         return cls(after=step, partial=step != first)
@@ -69,12 +70,12 @@ class StepSums(BaseModel):
         self.images += result.images
         self.wall_seconds += seconds.wall
         self.data_seconds += seconds.data
-        self.gradient_norm = _add(self.gradient_norm, result.gradient_norm)
+        self.gradient_norm = _add_finite(self.gradient_norm, result.gradient_norm)
         self.lr = lr
         if losses:
             self.applied += 1
             for name, value in result.losses.items():
-                self.losses[name] = _add(self.losses.get(name, 0.0), value)
+                self.losses[name] = _add_finite(self.losses.get(name, 0.0), value)
 
     def mean_losses(self) -> dict[str, float]:
         """Returns the mean of each loss by its name; NaN if a value was not finite."""
@@ -91,7 +92,7 @@ def mean(total: float | None, count: int) -> float:
     return math.nan if total is None else total / count
 
 
-def _add(total: float | None, value: float) -> float | None:
+def _add_finite(total: float | None, value: float) -> float | None:
     return None if total is None or not math.isfinite(total + value) else total + value
 
 

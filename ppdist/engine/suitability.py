@@ -26,7 +26,7 @@ def findings_of(
 ) -> list[Finding]:
     """Finds settings that do not suit the data, the most harmful first.
 
-    Args: train, val: the splits that are read; None: not that one.
+    Args: train, val: the splits that are read; None: that split is not read.
     Returns: one sentence each, with its code and the remedy; [] for classifiers.
     """
     if config.model.task == "classify":

@@ -1,6 +1,6 @@
 """Trains a model to the end: step, log, evaluate, save, stop.
 
-`Trainer` holds what changes a run's numbers; what only observes is a `Callback`.
+`Trainer` has all that changes a run's numbers; a `Callback` only observes.
 """
 
 import logging
@@ -116,9 +116,9 @@ class Trainer:
             rescored: the best so far was measured by other settings, so it no longer counts.
         Raises: CheckpointError: it belongs to a model of another shape.
         """
-        self.state, lost = restore_state(saved, self.train_step)
-        if lost:
-            self.log.warning(lost)
+        self.state, warning = restore_state(saved, self.train_step)
+        if warning:
+            self.log.warning(warning)
         if rescored:
             self.state.best, self.state.best_step = -math.inf, 0
             self.state.losses = LossCurves()
@@ -149,9 +149,9 @@ class Trainer:
         following = max([Next.CONTINUE, *(policy.begin(state) for policy in self.policies)])
         if following is not Next.CONTINUE:
             return following
-        missed = 0 < state.step != state.evaluated_step  # a stop skips an evaluation
-        due = self.evaluations.is_due(state.step) or state.step == self.schedule.total_steps
-        if missed and due and not self._evaluate():
+        was_missed = 0 < state.step != state.evaluated_step  # a stop skips an evaluation
+        is_due = self.evaluations.is_due(state.step) or state.step == self.schedule.total_steps
+        if was_missed and is_due and not self._evaluate():
             return Next.SAVE_AND_STOP
         self._end_epoch()  # an attempt that lost its images may have saved it without a report
         snapshot = self._capture()
@@ -241,10 +241,10 @@ class Trainer:
         state, following = self.state, Next.REPEAT
         while following >= Next.REPEAT:
             following = self._try_step()
-        ended = state.step == self.schedule.total_steps
-        if ended or state.bad_steps:  # amid bad steps no run stops and nothing is saved
+        is_last = state.step == self.schedule.total_steps
+        if is_last or state.bad_steps:  # amid bad steps no run stops and nothing is saved
             following = Next.CONTINUE
-        if ended or self.evaluations.is_due(state.step):
+        if is_last or self.evaluations.is_due(state.step):
             following = max(following, Next.EVALUATE)
         return following
 

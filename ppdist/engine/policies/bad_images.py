@@ -39,8 +39,8 @@ class BadImages(StepPolicy):
         Raises: DataError, on every rank: there are too many.
         """
         # Reset, because a skipped step has no vote that would do it.
-        met, self._met_somewhere = self._met_somewhere, False
-        if not met:
+        has_new, self._met_somewhere = self._met_somewhere, False
+        if not has_new:
             return
         for line in self._blocklist.add(self._met):
             self._log.warning(f"unusable image, substituted by another: {line}")

@@ -38,8 +38,8 @@ class StandIn(StepPolicy):
 
         So this rank reaches all collectives of the step, and the others learn of it by the vote.
 
-        Raises: MemoryError: collectives within forward or backward may have been missed, and
-            nothing tells which.
+        Raises: the error of the pass: collectives within forward or backward may have been missed,
+            and it is unknown which.
         """
         if not self.short:
             try:

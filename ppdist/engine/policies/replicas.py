@@ -41,18 +41,18 @@ class ReplicaCheck(RunPolicy):
 
     def after_step(self, state: TrainState, result: StepResult | None) -> Next:
         step = state.step + 1
-        due = self._every > 0 and step % self._every == 0
-        return self._compare(state, step) if due else Next.CONTINUE
+        is_due = self._every > 0 and step % self._every == 0
+        return self._compare(state, step) if is_due else Next.CONTINUE
 
     def after_rollback(self, state: TrainState) -> Next:
         """Compares the replicas, because each rank restored its own copy."""
         return self._compare(state, state.step)
 
     def _compare(self, state: TrainState, step: int) -> Next:
-        warning, sure = check_replica_consistency(self._train_step)
+        warning, is_certain = check_replica_consistency(self._train_step)
         if warning:
             self._log.warning(f"after step {step}: {warning}")
-        if sure or not self._roll_back_once(state, step):
+        if is_certain or not self._roll_back_once(state, step):
             return Next.CONTINUE
         return Next.ROLLED_BACK
 
@@ -83,29 +83,29 @@ def check_replica_consistency(step: TrainStep) -> tuple[str, bool]:
         bool(paddle.isfinite(tensor).all()) for tensor in tensors if tensor.is_floating_point()
     )
     states_W = comm.all_gather_large_object([finite, comm.host(), sums])
-    right, sure = find_trusted_ranks(groups, [finite for finite, _, _ in states_W])
-    source = right[0]
-    wrong = [rank for rank in range(comm.world_size()) if rank not in right]
+    right_ranks, is_certain = find_trusted_ranks(groups, [finite for finite, _, _ in states_W])
+    source = right_ranks[0]
+    wrong_ranks = [rank for rank in range(comm.world_size()) if rank not in right_ranks]
     differing = [
         name
         for at, name in enumerate(names)
-        if any(states_W[rank][2][at] != states_W[source][2][at] for rank in wrong)
+        if any(states_W[rank][2][at] != states_W[source][2][at] for rank in wrong_ranks)
     ]
     for group in _group_by_dtype(step):
         comm.broadcast_tensors(group, source)
     hosts_W = [host for _, host, _ in states_W]
     more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-    whose = (
+    remedy = (
         f"repaired with those of rank {source}"
-        if sure
+        if is_certain
         else f"which of them are right is unknown, so all have those of rank {source} for now"
     )
     warning = (
-        f"{comm.ranks_named(wrong, hosts_W)} held other weights than "
-        f"{comm.ranks_named(right, hosts_W)} (first {differing[0]}{more}); {whose}; faulty "
+        f"{comm.ranks_named(wrong_ranks, hosts_W)} held other weights than "
+        f"{comm.ranks_named(right_ranks, hosts_W)} (first {differing[0]}{more}); {remedy}; faulty "
         f"memory or a faulty card causes that: check the hardware of a rank that is named again"
     )
-    return warning, sure
+    return warning, is_certain
 
 
 def find_trusted_ranks(groups: list[list[int]], finite_W: list[bool]) -> tuple[list[int], bool]:
@@ -116,9 +116,9 @@ def find_trusted_ranks(groups: list[list[int]], finite_W: list[bool]) -> tuple[l
         finite_W: True for a rank whose values are all finite.
     Returns: these ranks; True if their values are certainly right.
     """
-    right = max(groups, key=lambda ranks: (len(ranks), finite_W[ranks[0]], -ranks[0]))
+    right_ranks = max(groups, key=lambda ranks: (len(ranks), finite_W[ranks[0]], -ranks[0]))
     finite = [ranks for ranks in groups if finite_W[ranks[0]]]
-    return right, 2 * len(right) > len(finite_W) or finite == [right]
+    return right_ranks, 2 * len(right_ranks) > len(finite_W) or finite == [right_ranks]
 
 
 def _iterate_compared(step: TrainStep) -> Iterator[tuple[str, paddle.Tensor]]:

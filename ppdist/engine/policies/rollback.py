@@ -48,7 +48,7 @@ class Rollback(RunPolicy):
         step = state.step + 1
         norms = f"loss {result.losses['loss']:g}, gradient norm {result.gradient_norm:g}"
         scale = self._train_step.precision.loss_scale
-        if result.searching:
+        if result.searching:  # the scale starts high and finds its level, which is no fault
             self._log.warning(
                 f"step {step}: {norms}: float16 overflow, step skipped on all ranks; the "
                 f"loss scale is now {scale:g}"
@@ -96,7 +96,7 @@ class Rollback(RunPolicy):
             f"on (rollback {state.rollbacks} of at most {MAX_ROLLBACKS}); the images of these "
             f"steps are listed in {path}"
         )
-        record = _record_of_rollback(state, step, "loss or gradient not finite")
+        record = _make_rollback_record(state, step, "loss or gradient not finite")
         self._log.metrics({**record, "lr_factor": factor})
 
     def roll_back_once(self, state: TrainState, step: int) -> bool:
@@ -114,7 +114,7 @@ class Rollback(RunPolicy):
             f"after step {step}: rolled back to each rank's copy of the weights after step "
             f"{state.step}; repeating the steps since"
         )
-        record = _record_of_rollback(state, step, "ranks held different weights")
+        record = _make_rollback_record(state, step, "ranks held different weights")
         self._log.metrics(record)
         return True
 
@@ -125,6 +125,6 @@ class Rollback(RunPolicy):
         self._log.rollback(state.step)
 
 
-def _record_of_rollback(state: TrainState, step: int, reason: str) -> dict[str, Any]:
+def _make_rollback_record(state: TrainState, step: int, reason: str) -> dict[str, Any]:
     """Returns the record of a rollback from a step to the present one, for metrics.jsonl."""
     return {"step": state.step, "returned_from_step": step, "reason": reason}

@@ -32,9 +32,9 @@ class SkippedSteps(RunPolicy):
             return False
         images = self._batch_source.images_of(state.step, state.class_scores)
         self._train_step.skip(state.step)
-        shown, _ = self._bad_steps.add(step, "left out", images, math.nan)
+        first_images, _ = self._bad_steps.add(step, "left out", images, math.nan)
         self._log.warning(
-            f"step {step} is skipped, because the run ended there twice; its images: {shown}"
+            f"step {step} is skipped, because the run ended there twice; its images: {first_images}"
         )
         return True
 

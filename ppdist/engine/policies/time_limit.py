@@ -34,6 +34,7 @@ class TimeLimit(StepPolicy, RunPolicy):
         return Next.OUT_OF_TIME if comm.run_on_main(self._is_over) else Next.CONTINUE
 
     def vote(self, batches: Sequence[Batch]) -> Mapping[str, float]:
+        # Only rank 0 votes, because the clocks of hosts differ.
         return {_VOTE: comm.is_main() and self._is_over()}
 
     def after_step(self, state: TrainState, result: StepResult | None) -> Next:
