@@ -209,7 +209,8 @@ def _make_death_signal(number: int, parent: int) -> Callable[[], None]:
     """Returns a function that makes the kernel send signal `number` when `parent` ends."""
     try:
         prctl = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):  # not Linux: children must check for their parent
+    except (OSError, AttributeError):
+        # Not Linux: children have to check for their parent themselves.
         return lambda: None
     words = [ctypes.c_ulong(word) for word in (number, 0, 0, 0)]
 
@@ -231,17 +232,22 @@ class ForkedChild:
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
-        """Raises: OSError: too little memory, or too many processes."""
+        """Forks, and runs `work` in the child.
+
+        Raises: OSError: too little memory, or too many processes.
+        """
         set_death_signal = ends_with_this(signal.SIGKILL)
-        with warnings.catch_warnings():  # Python 3.12 warns of forking beside threads of Paddle's,
-            warnings.simplefilter("ignore", DeprecationWarning)  # which a child never touches
+        # Python 3.12 warns of forking beside Paddle's threads, which the child never touches.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid:
             return
         code = 1
         try:
             set_death_signal()
-            for number in _CRASH_SIGNALS:  # no page-long report of Paddle's, and no core file
+            # Paddle's handlers would print a page-long report, and a core file may be huge.
+            for number in _CRASH_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             work()
@@ -249,7 +255,8 @@ class ForkedChild:
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
-        finally:  # none of this process's own code may run in the child
+        finally:
+            # None of this process's exit handlers may run in the child.
             os._exit(code)
 
     def kill(self) -> None:
@@ -287,7 +294,8 @@ def run_in_child(work: Callable[[], object], seconds: float) -> str:
     Returns: the failure as text; "": there is none.
     """
     read_end, write_end = os.pipe()
-    for stream in (sys.stdout, sys.stderr):  # else the child would write the buffer again
+    # Otherwise the child would write the buffered text again.
+    for stream in (sys.stdout, sys.stderr):
         if not isinstance(stream, Screen):
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
@@ -321,7 +329,7 @@ def run_in_child(work: Callable[[], object], seconds: float) -> str:
 
 
 class _PipeHandler(logging.Handler):
-    """Sends records to another process: level and text, one line each."""
+    """A log handler that sends records to another process: level and text, one line each."""
 
     def __init__(self, pipe: int) -> None:
         super().__init__()
@@ -335,7 +343,8 @@ class _PipeHandler(logging.Handler):
 
 def _forward_log(pipe: int, deadline: float) -> bool:
     """Logs the lines that arrive; returns True if the writer ended in time."""
-    data, poll = b"", select.poll()  # select() takes no descriptor above 1023
+    # Not select(), which takes no descriptor above 1023.
+    data, poll = b"", select.poll()
     poll.register(pipe, select.POLLIN)
     while poll.poll(1000 * max(0.0, deadline - time.monotonic())):
         block = os.read(pipe, 1 << 16)
@@ -343,7 +352,8 @@ def _forward_log(pipe: int, deadline: float) -> bool:
             return True
         *lines, data = (data + block).split(b"\n")
         for line in lines:
-            with suppress(ValueError):  # the child died in the middle of a line
+            # The child may have died in the middle of a line.
+            with suppress(ValueError):
                 level, text = json.loads(line)
                 logging.getLogger("ppdist").log(level, "%s", text)
     return False

@@ -36,9 +36,9 @@ def require_same_classes(
     Lists that do not tell their classes apart pass: they can only be matched by number.
 
     Args:
-        where: what has `other_names`, such as a file; the message begins with it.
-        owner: what has `names`, in words.
-        fix: what to do.
+        where: owner of `other_names`, such as a file; the message begins with it.
+        owner: owner of `names`, in words.
+        fix: the remedy.
     Raises: ConfigError `classes_differ`, with both lists.
     """
     if not (tell_apart(names) and tell_apart(other_names)):

@@ -36,7 +36,8 @@ def console_on(screen: Screen) -> Console:
 
     There rich would draw tables as HTML, and print the bar again at each move.
     """
-    is_terminal = screen.isatty()  # rich would trust FORCE_COLOR, which Jupyter sets
+    # rich itself would trust FORCE_COLOR, which Jupyter sets.
+    is_terminal = screen.isatty()
     width = None if is_terminal else _PLAIN_WIDTH
     return Console(
         file=cast(TextIO, screen), width=width, force_terminal=is_terminal, force_jupyter=False
@@ -47,7 +48,10 @@ class ProgressBar:
     """The moving bar of a run, for a console on a terminal."""
 
     def __init__(self, console: Console, total: int) -> None:
-        """Args: total: optimizer steps of the run."""
+        """Draws nothing yet.
+
+        Args: total: optimizer steps of the run.
+        """
         self._console, self._total = console, total
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -55,7 +59,8 @@ class ProgressBar:
 
     def move(self, step: int, text: str) -> None:
         """Shows how far the run is."""
-        if TERMINAL.waiting:  # the terminal is behind, so an update would be stale
+        # The terminal is behind, so an update would be stale when it appears.
+        if TERMINAL.waiting:
             return
         now = time.monotonic()
         if self._bar is None:
@@ -134,7 +139,10 @@ class EarlyLog:
     """
 
     def __init__(self, main: bool) -> None:
-        """Args: main: True on rank 0; on others this does nothing."""
+        """Opens the console.
+
+        Args: main: True on rank 0; on other ranks the log does nothing.
+        """
         self._main = main
         console = console_on(Screen(sys.stdout))
         self._to_console = ConsoleHandler(console)

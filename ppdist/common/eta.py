@@ -29,7 +29,10 @@ class ETA:
     """
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Args: clock: seconds from any point in time."""
+        """Starts the clock.
+
+        Args: clock: returns seconds from any point in time.
+        """
         self._total_steps = total_steps
         self._clock = clock
         self._began = clock()

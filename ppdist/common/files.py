@@ -74,7 +74,7 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
 def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
     """Writes a whole file atomically.
 
-    Args and errors: as of `replacing`.
+    Args and errors: see `replacing`.
     """
     with replacing(path, sync=sync) as file:
         file.write(content)
@@ -254,7 +254,8 @@ def read_file(path: str | Path, most_bytes: int) -> bytes:
         size, content = os.fstat(file.fileno()).st_size, b""
         if 0 < size <= most_bytes:
             content = file.read(size)
-        elif size == 0:  # files of /proc have this size as well, whatever they hold
+        elif size == 0:
+            # Files of /proc have this size as well, whatever they hold.
             blocks = iter(lambda: file.read(_BLOCK_BYTES), b"")
             content = b"".join(islice(blocks, most_bytes // _BLOCK_BYTES + 1))
             size = len(content)
@@ -358,11 +359,13 @@ def append_whole(file: io.FileIO, data: bytes) -> None:
     Raises: OSError: the disk is full, or the file was removed.
     """
     status = os.fstat(file.fileno())
-    if not status.st_nlink:  # writing would succeed, but the data would be lost
+    # Writing to a deleted file would succeed, and the data would be lost.
+    if not status.st_nlink:
         raise FileNotFoundError(errno.ENOENT, "it was removed", file.name)
     size = status.st_size
     try:
-        while data:  # an unbuffered write may take only a part
+        # An unbuffered write may take only a part.
+        while data:
             data = data[file.write(data) :]
     except OSError:
         with suppress(OSError):  # a device
@@ -440,7 +443,8 @@ class FileLock:
             if self.is_current():
                 if not (is_locked and os.fstat(self.open()).st_nlink > 1):
                     return is_locked
-                os.unlink(self.path)  # `cp -al` gave it a second name, whose content must stay
+                # `cp -al` gave it a second name, whose content must stay.
+                os.unlink(self.path)
             self.close()
         return False
 
@@ -602,7 +606,8 @@ def _hold(folder: Path, lock_folder: Path, seconds: float) -> list[str]:
 
 
 def _absolute_path(folder: Path) -> Path:
-    return Path(os.path.abspath(folder))  # does not access the disk, unlike resolve()
+    # Unlike resolve() it does not access the disk, which may hang.
+    return Path(os.path.abspath(folder))
 
 
 def is_held(output_dir: Path) -> bool:
@@ -636,7 +641,7 @@ def require_held(output_dir: Path) -> None:
 
 
 def write_if_held(output_dir: Path, write: Callable[[], object]) -> None:
-    """Writes unless another training owns the folder by now; for the thread that writes."""
+    """Calls `write` unless another training owns the folder by now; for the writing thread."""
     require_held(output_dir)
     write()
 
@@ -661,8 +666,10 @@ def _retake(held: _Held) -> bool:
     try:
         if not lock.try_acquire():
             lock.close()
-            return note == held.holder  # on a file system whose inode numbers change
-    except OSError:  # a disk that is full or unreachable: the next write reports it
+            # The file may be the same one, on a file system whose inode numbers change.
+            return note == held.holder
+    except OSError:
+        # The disk is full or unreachable: the next write reports it.
         lock.close()
         return True
     held.lock.close()

@@ -43,7 +43,10 @@ class KeyedCache:
     def __init__(
         self, folder: Path, most_bytes: int, say: Callable[[str], object] = _ignore
     ) -> None:
-        """Args: say: called once, by one forked worker, with the reason why caching ended."""
+        """Uses `folder`, which the first entry creates.
+
+        Args: say: called once, by one forked worker, with the reason why caching ended.
+        """
         self.folder = folder
         self.most_bytes = most_bytes
         self._say = say
@@ -97,10 +100,12 @@ class KeyedCache:
     def put(self, key: str, *parts: Any) -> bool:
         """Stores a content, given in parts; returns False if there was no space."""
         size = _HEAD.size + sum(len(part) for part in parts)
+        # A very large entry would displace many others.
         if self._failed[0] or size > self.most_bytes // 8:
             return False
         path = self.place(key)
-        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")  # ids repeat between containers
+        # Not the process id: ids repeat between containers that share a cache.
+        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._make_space(size)
@@ -146,6 +151,7 @@ class KeyedCache:
 
     def _add_size(self, added: int) -> None:
         """Adds to the counted size; deletes old entries beyond the limit."""
+        # Appending is atomic, so processes need no lock to add to the size.
         ledger = own_handle(self.folder / "bytes", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(ledger, b"." * -(-added // _BLOCK))

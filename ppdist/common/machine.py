@@ -97,7 +97,8 @@ def existing_folder(path: str | Path) -> Path:
 def _file_pages(folder: Path) -> int:
     """Returns the bytes of page cache in a group's usage, reclaimed under memory pressure."""
     counts = dict(line.split() for line in kernel_text(folder / "memory.stat").splitlines())
-    names = ("total_inactive_file", "inactive_file")  # v1: the second one leaves out inner groups
+    # In version 1 the second name leaves out the inner groups.
+    names = ("total_inactive_file", "inactive_file")
     return next((int(counts[name]) for name in names if name in counts), 0)
 
 
@@ -135,7 +136,7 @@ def kernel_text(file: Path) -> str:
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """A process as /proc/PID/stat shows it, see proc(5)."""
+    """The state of a process in /proc/PID/stat, see proc(5)."""
 
     state: str  # such as R: it runs, T: stopped, Z: a zombie
     parent: int  # process id

@@ -29,7 +29,8 @@ def load(target: str) -> Any:
     try:
         with _without_current_folder():
             return reduce(getattr, name.split("."), importlib.import_module(module))
-    except (Exception, SystemExit) as error:  # importing runs the code of another package
+    except (Exception, SystemExit) as error:
+        # Importing a plug-in runs the code of another package.
         if package == __name__.partition(".")[0]:
             raise
         raise ConfigError(

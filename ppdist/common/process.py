@@ -75,8 +75,9 @@ def quiet_paddle() -> None:
     """Silences Paddle's messages about itself; called before Paddle is imported."""
     for noise in _PADDLE_NOISE:
         warnings.filterwarnings("ignore", message=noise)
-    if "GLOG_v" not in os.environ:  # keep Paddle's full log when the user set GLOG_v
-        os.environ.setdefault("GLOG_minloglevel", "2")  # errors; its C++ warnings do not help users
+    # Keep Paddle's full log if the user set GLOG_v, else only errors: its warnings help no user.
+    if "GLOG_v" not in os.environ:
+        os.environ.setdefault("GLOG_minloglevel", "2")
 
 
 def require_paddle() -> None:
@@ -104,7 +105,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     launcher prints one message for the whole job instead of one per rank.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # file names may hold bytes of any encoding
+        # File names may hold bytes of any encoding.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     quiet_paddle()
     code, failure = 0, Failure("", "", "")
@@ -116,7 +118,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
         if was_interrupted() or isinstance(error, KeyboardInterrupt):
-            code = INTERRUPTED  # also if a library has raised another error for it
+            # A library may have raised another error for the KeyboardInterrupt.
+            code = INTERRUPTED
         else:
             code, failure = _exit_code_of(error)
     message = failure.message
@@ -128,14 +131,16 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     if message and code == USER_ERROR and not launched:
         say(f"ppdist: error: {with_code(message, failure.code)}")
     flushed = [_finish(stream) for stream in (sys.stdout, sys.stderr)]
-    if code == INTERRUPTED:  # does not wait for threads that still work
+    # Does not wait for threads that still work.
+    if code == INTERRUPTED:
         end_interrupted()
     if launched:
         # The exit code is set.  While Python shuts down, its handlers are gone, and the SIGTERM
         # with which the launcher ends the other ranks would replace this code.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-    if not all(flushed):  # Python would wait for the terminal, too
+    # At its exit Python would wait for the blocked terminal.
+    if not all(flushed):
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.current_thread():
                 thread.join()
@@ -289,6 +294,7 @@ def _report_to_launcher(exit_code: int, failure: Failure, printed: bool) -> bool
     report["printed"] = printed
     try:
         replace_file(folder / f"rank-{rank}.json", json.dumps(report).encode())
-    except OSError:  # a full disk must not hide why the run ended
+    except OSError:
+        # A full disk must not hide why the run ended.
         return False
     return True

@@ -368,7 +368,8 @@ class RunLog:
 
         Args: written: whether the files are complete.
         """
-        TERMINAL.flush()  # only now may a broken pipe be noticed
+        # Only now may a broken pipe be noticed.
+        TERMINAL.flush()
         self._warn_of_failures()
         lost = TERMINAL.dropped["terminal"] - self._dropped_before
         if lost and self._screen.problem is None:

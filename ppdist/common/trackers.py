@@ -259,7 +259,8 @@ def _masked_output() -> Iterator[None]:
         with open(read_end, "rb") as lines:
             for line in lines:
                 masked = without_secrets(os.fsdecode(line))
-                with suppress(OSError):  # a full disk must not block the thread that prints
+                with suppress(OSError):
+                    # A full disk must not block the threads that print into the pipe.
                     os.write(log, os.fsencode(masked))
 
     thread = threading.Thread(target=copy_masked, daemon=True)
@@ -271,7 +272,8 @@ def _masked_output() -> Iterator[None]:
             stream.flush()
         for number in (1, 2):
             os.dup2(log, number)
-        thread.join(_LAST_WORDS_SECONDS)  # a child process may keep the pipe open
+        # A child process may keep the pipe open for ever.
+        thread.join(_LAST_WORDS_SECONDS)
 
 
 def require_tracker(name: str) -> None:
@@ -329,7 +331,8 @@ class TensorBoardWriter(MetricWriter):
         summaries = summary.hparams(dict(hyper_parameters), dict.fromkeys(metrics, 0.0))
         for part_summary in summaries[:2]:
             self._writer.file_writer.add_summary(part_summary, 0)
-        for name, text in texts.items():  # indented by four it is not taken for Markdown
+        # Indented by four spaces the text is not taken for Markdown.
+        for name, text in texts.items():
             self._writer.add_text(f"config/{name}", f"    {text}", 0)
 
     def close(self) -> None:

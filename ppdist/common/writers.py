@@ -82,7 +82,8 @@ def _tag(key: str, evaluation: bool) -> str:
         return f"eval_per_class/{name}" if group == "AP" else f"eval_per_class_{group}/{name}"
     if slash:
         return key
-    if evaluation and key.startswith("val_"):  # beside train/..., under the same name
+    # It is drawn beside train/..., under the same name.
+    if evaluation and key.startswith("val_"):
         return f"val/{key.removeprefix('val_')}"
     if key.endswith(("_seconds", "_per_second", "_mb", "_gb")):
         return f"speed/{key}"
@@ -203,7 +204,7 @@ class VisualDLWriter(MetricWriter):
         """Opens the file; truncates it to what a resumed run keeps.
 
         Args:
-            folder: made when it is missing.
+            folder: created if it is missing.
             run_name: name of the run on the page.
             keep_until_step: points after this step are dropped; None drops every earlier point.
         Raises: OSError: the folder cannot be made or written; ImportError: VisualDL is not

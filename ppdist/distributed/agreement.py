@@ -38,7 +38,7 @@ def equal_ranks(values_W: Sequence[Any]) -> list[list[int]]:
 
 
 def require_agreement(subjects: Mapping[str, Facts]) -> None:
-    """Compares facts over all ranks, of the same subjects on each.  Collective.
+    """Checks that facts about the same subjects agree over all ranks.  Collective.
 
     A rank with another batch size or another loss trains silently wrong, one with another `--eval`
     hangs.

@@ -101,7 +101,7 @@ def mean_tensors(tensors: Sequence[paddle.Tensor]) -> None:
 
 
 def broadcast_tensors(tensors: Sequence[paddle.Tensor], source: int) -> None:
-    """Overwrites tensors of one type by one rank's. Collective.
+    """Overwrites tensors of one type by those of rank `source`.  Collective.
 
     Every rank gives tensors of the same shapes in the same order; they travel in few messages.
     """

@@ -120,7 +120,8 @@ def require_own_ranks(environment: Mapping[str, str]) -> None:
         if not count.isdecimal() or int(count) < 2 or not {*rank_variables} <= environment.keys():
             continue
         if launcher == "srun" and "SLURM_PTY_PORT" in environment:
-            continue  # an interactive shell: those of the other tasks have ended
+            # An interactive shell in an allocation: the other tasks of this step have ended.
+            continue
         processes = (re.findall(r"^\d+", environment.get(on_host, "")) or [count])[
             0
         ]  # Slurm: 2(x4)
@@ -211,7 +212,8 @@ def _join() -> None:
     """Joins fleet, without the pages of text that Paddle prints."""
     paddle_api.quiet_fleet()
     strategy = fleet.DistributedStrategy()
-    strategy.find_unused_parameters = False  # every loss stays connected to every head
+    # Every loss stays connected to every head, so no parameter is unused.
+    strategy.find_unused_parameters = False
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with _one_communicator():
@@ -292,10 +294,7 @@ class OnAllRanks(Generic[T]):
 
 
 class EvaluationFailed(CodedError, RuntimeError):
-    """An evaluation failed on some rank; training is untouched.
-
-    Raised on every rank.
-    """
+    """Raised on every rank if an evaluation failed on some; training is untouched."""
 
     kind = "evaluation"
 

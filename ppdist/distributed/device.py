@@ -76,7 +76,8 @@ def choose(requested: str) -> str:
         )
     if requested == CPU or for_cpus or not usable:
         paddle.set_device(CPU)
-        os.environ[BACKEND] = "gloo"  # a build for cards would take theirs
+        # A build for cards would choose the backend of cards.
+        os.environ[BACKEND] = "gloo"
         return CPU
     chosen = usable[0] if requested == "auto" else requested
     paddle.set_device(f"{chosen}:{pd.ParallelEnv().device_id}")
@@ -115,6 +116,7 @@ def put(values: Any) -> paddle.Tensor:
     place = getattr(paddle, pinned, paddle.CPUPlace)()
     staged = paddle.to_tensor(values, place=place)
     tensor = staged.to(_card(), blocking=False)
+    # The copy runs later, so the tensor keeps its source alive.
     tensor.staged = staged
     return tensor
 
@@ -153,4 +155,5 @@ def peak_reserved_bytes() -> int:
 
 
 def _card() -> str:
-    return paddle.device.get_device()  # without it Paddle queries a plug-in's first card
+    # Without the number Paddle would query the first card of a plug-in.
+    return paddle.device.get_device()

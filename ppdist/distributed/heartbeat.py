@@ -174,7 +174,7 @@ def alive() -> None:
 
 
 def name_place(place: str) -> None:
-    """Names what this rank does alone and may hang in."""
+    """Records the name of something that this rank does alone and may hang in."""
     _state[_PLACE] = place.encode()[:_PLACE_BYTES]
     alive()
 
@@ -209,7 +209,7 @@ def waited_seconds() -> float:
 
 
 def tell_stop(number: int) -> bool:
-    """Tells fleetrun that a signal asked to stop.
+    """Tells fleetrun that a signal asks the run to stop.
 
     Returns: False where no fleetrun listens.
     """

@@ -142,7 +142,7 @@ def first_power(optimizer: Any, kind: str) -> float:
 
 
 def set_optimizer_momentum(optimizer: Any, value: float) -> None:
-    """Sets the momentum of the next step."""
+    """Sets the momentum that an optimizer uses from its next step on."""
     for group in optimizer._param_groups:
         group["momentum"] = value
 
@@ -178,7 +178,7 @@ def share_buffer(source: Tensor, into: Tensor) -> None:
 
 
 def release(tensor: Tensor) -> None:
-    """Lets go of a tensor's storage; its shape stays."""
+    """Frees a tensor's storage; its shape stays."""
     tensor._clear_data()
 
 
@@ -186,7 +186,8 @@ def release(tensor: Tensor) -> None:
 def coalesce(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     """Copies float32 tensors into one storage, by one operator.
 
-    Returns: the copies, which lie in it; all of it, without gaps, [F], or the one tensor.
+    Returns: the copies, which lie in the storage; the whole storage, [F], without gaps.  One tensor
+        alone is returned as it is.
     """
     if len(tensors) == 1:
         return [*tensors], tensors[0]

@@ -16,13 +16,16 @@ class Progress:
     """
 
     def __init__(self, logger: logging.Logger, work: str, total: float, unit: str = "images"):
-        """Args: work: its name, for the log; total: its number of parts, counted in `unit`."""
+        """Starts the clock.
+
+        Args: work: its name, for the log; total: its number of parts, counted in `unit`.
+        """
         self._logger, self._work, self._total, self._unit = logger, work, total, unit
         self._done = 0.0
         self._began = self._reported = time.monotonic()
 
     def add(self, count: float = 1) -> None:
-        """Adds finished parts."""
+        """Counts finished parts, gives a sign of life, and sometimes logs the progress."""
         alive()
         self._done += count
         now = time.monotonic()

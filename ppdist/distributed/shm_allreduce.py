@@ -136,7 +136,8 @@ def _map_memory(descriptor: int, size: int, token: int) -> mmap.mmap:
         memory = mmap.mmap(descriptor, size)
     except ValueError as error:  # a shorter file
         raise OSError(f"{error}") from error
-    if int.from_bytes(memory[:8], "little") != token:  # a container sees other processes in /proc
+    # In a container /proc may show another process under this number.
+    if int.from_bytes(memory[:8], "little") != token:
         raise OSError("its process is another one here")
     return memory
 
@@ -161,7 +162,8 @@ class SharedMemoryAllReduce:
         message_bytes: int,
         timeout_seconds: float,
     ) -> None:
-        """
+        """Finds this rank's part of the memory.
+
         Args:
             memory: laid out as above, all zeros except for its head.
             rank: this rank.
@@ -216,7 +218,8 @@ class SharedMemoryAllReduce:
                 if self._me == 0:
                     sum_hosts(self._sums[:count])
                     self._sums[:count] *= np.float32(factor)
-                self._barrier(self._timeout)  # the first may wait for another host meanwhile
+                # The first rank may wait for another host meanwhile, hence the longer timeout.
+                self._barrier(self._timeout)
                 pieces = list(_cut_pieces(message, 0, count))
             for offset, address, values in pieces:
                 ctypes.memmove(address, sums + _ELEMENT * offset, _ELEMENT * values)
@@ -250,7 +253,8 @@ class SharedMemoryAllReduce:
         self._require_same_exchange()
         for number, slot in enumerate(self._slots):
             ctypes.memmove(target + number * _ELEMENT * count, slot.ctypes.data, _ELEMENT * count)
-        self._barrier(self._timeout)  # before anybody writes to a slot again
+        # Nobody may write to a slot again before all ranks have read it.
+        self._barrier(self._timeout)
 
     def _announce(self, kind: str, values: int) -> None:
         """Writes which exchange this rank begins, for the other ranks."""
@@ -362,5 +366,6 @@ def _share_slice(count: int, me: int, ranks: int) -> slice:
     """Returns this rank's share of `count` elements, in whole cache lines."""
     line = _LINE // _ELEMENT
     lines = -(-count // line)
+    # Two ranks must not write to one cache line: it would travel between their cores.
     first, last = (min(count, line * (lines * place // ranks)) for place in (me, me + 1))
     return slice(first, last)

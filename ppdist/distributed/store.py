@@ -120,7 +120,7 @@ def all_gather_object(value: Any) -> list[Any]:
 
 
 def barrier() -> None:
-    """Waits, up to the configured timeout, until every rank is here.  Collective."""
+    """Waits until every rank has arrived, up to the configured timeout.  Collective."""
     gather_on_main(None, lambda values_W: None)
 
 
@@ -184,7 +184,8 @@ def run_on_main(work: Callable[[], Any]) -> Any:
     key = f"ppdist/main/{next(_barriers)}"
     if is_main():
         with heartbeat.Waiting(f"barrier {key}"):
-            pass  # enters it only to count the same barriers as the others
+            # Enters the context only to count the same barriers as the other ranks.
+            pass
         return _send_answer(key, work)
     with heartbeat.Waiting(f"barrier {key}"):
         return _await_answer(key, lambda: "rank 0 did not finish its work")
@@ -222,7 +223,7 @@ def _await_answer(key: str, missing: Callable[[], str]) -> Any:
 
 
 def run_on_all_ranks(work: Callable[[], Any]) -> Any:
-    """Runs `work` everywhere; one failure fails all. Collective.
+    """Runs `work` on every rank; a failure on one is raised on all.  Collective.
 
     Use it for work that may fail on one rank alone, such as reading the files of its host:
     otherwise the others would enter a collective and wait there for a rank that has ended.  Ranks
@@ -278,6 +279,7 @@ def _disable_nagle_once() -> None:
 
 def _arrive(key: str, arrival: int) -> None:
     """Marks this rank as arrived, once: _HERE or _GAVE."""
+    # The store's only atomic operation is an addition, so each rank has two bits of a sum.
     key_index, shift = divmod(rank(), _RANKS_OF_A_KEY)
     _store().add(f"{key}/here/{key_index}", arrival << 2 * shift)
 
@@ -320,7 +322,7 @@ def _poll_interval(waited: float) -> float:
 
 
 class _Timeout:
-    """Timeout of a waiting rank; signs of life restart it.
+    """The timeout of a waiting rank; signs of life restart it.
 
     Any rank's sign counts.  A waiting rank gives none, so ranks that wait for one another time out.
     """
@@ -339,7 +341,8 @@ class _Timeout:
             signs = _store().add(_SIGNS, 0)
             if self._signs is not None and signs != self._signs:
                 self._since = now
-                heartbeat.alive()  # else fleetrun would end a host whose ranks all wait
+                # Else fleetrun would end a host whose ranks all wait.
+                heartbeat.alive()
             self._checked, self._signs = now, signs
         if now - self._since > _timeout:
             raise RankError(
@@ -518,7 +521,8 @@ def separate_store(members: Sequence[int]) -> Iterator[None]:
     if rank() == first:
         (port,) = free_ports(1)
         store = paddle_api.make_store(address, port, True)
-    port = all_gather_object(port)[first]  # a rank that calls too early retries after 3 s
+    # A rank that calls before the store listens retries after 3 s.
+    port = all_gather_object(port)[first]
     if rank() in members[1:]:
         store = paddle_api.make_store(address, port, False)
     with paddle_api.groups_at(store):

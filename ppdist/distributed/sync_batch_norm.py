@@ -17,7 +17,8 @@ def take_sync_batch_norm(model: nn.Layer) -> None:
     """Makes every BatchNorm2D of a model a SyncBatchNorm2D, also on one rank."""
     for layer in model.sublayers():
         if type(layer) is nn.BatchNorm2D:
-            layer.__class__ = SyncBatchNorm2D  # same attributes; only forward differs
+            # The attributes are the same; only `forward` differs.
+            layer.__class__ = SyncBatchNorm2D
 
 
 class SyncBatchNorm2D(nn.BatchNorm2D):
@@ -39,7 +40,8 @@ class SyncBatchNorm2D(nn.BatchNorm2D):
         """Normalises [B, C, H, W] by the statistics of all ranks.  Collective in training."""
         if not self.training or paddle_api.normalises_by_running(self):
             return super().forward(x_BCHW)
-        with paddle.amp.auto_cast(enable=False):  # statistics are float32 in every precision
+        # Statistics are float32 in every precision.
+        with paddle.amp.auto_cast(enable=False):
             wide_BCHW = x_BCHW if x_BCHW.dtype == paddle.float32 else x_BCHW.astype("float32")
             y_BCHW = _Normalize.apply(
                 wide_BCHW, self.weight, self.bias, paddle_api.epsilon(self),
@@ -93,7 +95,8 @@ class _Normalize(PyLayer):
     @staticmethod
     def backward(ctx, dy_BCHW):
         normal_BCHW, gamma_C, inverse_C, count = ctx.saved_tensor()
-        if not ctx.counts:  # a blank image may yield NaN, which the sums below would spread
+        # A blank image may yield NaN, which the sums below would spread to all ranks.
+        if not ctx.counts:
             dy_BCHW = paddle.zeros_like(dy_BCHW)
         dbeta_C = dy_BCHW.sum([0, 2, 3])
         dgamma_C = (dy_BCHW * normal_BCHW).sum([0, 2, 3])

@@ -80,7 +80,8 @@ def visible_labels(cards: Sequence[Card], variable: str | None) -> list[str]:
     labels = []
     for label in (entry.strip() for entry in variable.split(",")):
         if label in ("", "-1", "NoDevFiles"):
-            break  # CUDA reads the list up to the first entry that names nothing
+            # CUDA reads the list up to the first entry that names nothing.
+            break
         if label.isdigit() and int(label) not in [card.index for card in cards]:
             raise LaunchError(
                 f"CUDA_VISIBLE_DEVICES={variable} names card {label}, but this machine has "
@@ -88,6 +89,7 @@ def visible_labels(cards: Sequence[Card], variable: str | None) -> list[str]:
                 code="visible_devices_wrong",
                 fix="correct or unset the variable",
             )
+        # CUDA accepts any prefix of a UUID that belongs to one card only.
         matches = [card for card in cards if card.uuid and card.uuid.startswith(label)]
         labels.append(str(matches[0].index) if len(matches) == 1 and not label.isdigit() else label)
     return labels
@@ -98,6 +100,7 @@ def expand_ids(text: str) -> list[str]:
 
     Raises: LaunchError: not a list of ids, a range that runs backwards, or an id twice.
     """
+    # Spaces separate ids as commas do, so those around a range's dash go first.
     normalized = re.sub(r"(?<=\d)\s*-\s*(?=\d)", "-", text.strip(" '\""))
     ids: list[str] = []
     for part in re.split(r"[,\s]+", normalized.strip(" ,")):

@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def _open_streams() -> None:
-    """Opens closed standard streams, so that no file gets their numbers."""
+    """Opens closed standard streams, so that no other file gets their numbers."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

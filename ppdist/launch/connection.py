@@ -58,14 +58,14 @@ Message = dict[str, Any]
 
 
 class Connection:
-    """One end of a connection; it never blocks.
+    """One end of a connection; its methods never block.
 
     Attributes:
-        calls: whether this end opened the connection.
-        closed: why it is closed, as text for a message; None while it is open.
+        calls: True if this end opened the connection.
+        closed: reason why it is closed, as text for a message; None while it is open.
         peer: address of the other end, if that end opened the connection.
         heard: time.monotonic() of the last data (or of the opening).
-        connecting: whether the connection is still being opened.
+        connecting: True while the connection is being opened.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class Connection:
         self.closed: str | None = None
         try:
             self.peer = str(sock.getpeername()[0])
-        except (OSError, IndexError):  # not connected yet, or no address at all
+        except (OSError, IndexError):
+            # The socket is not connected yet, or has no address at all.
             self.peer = "an unknown address"
         self.opened = self.heard = time.monotonic()
         if not calls:
@@ -92,7 +93,7 @@ class Connection:
     def call(
         cls, address: str, port: int, local_address: str = "", token: str = ""
     ) -> "Connection":
-        """Starts to connect; `receive` finds the result.
+        """Starts to connect; `receive` notices when the other end has answered.
 
         Args: local_address: source address, if this machine has it: other hosts identify this one
             by it.
@@ -115,7 +116,7 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Sends what fits now, the rest in later calls of `receive`.
+        """Sends what fits into the socket now, and queues the rest for `receive`.
 
         Until the other end has proven the token, messages are queued.
         """
@@ -144,7 +145,9 @@ class Connection:
             self.heard = time.monotonic()
             self._incoming += piece
             if len(self._incoming) > (_LINE_BYTES if self._key else _GREETING_BYTES):
-                break  # complete lines are read below, the rest at the next call
+                # An endless stream must not keep this loop busy: complete lines are read below, the
+                # rest at the next call.
+                break
         self._flush()
         return self._parse_lines()
 
@@ -188,7 +191,8 @@ class Connection:
             del self._outgoing[: self._socket.send(self._outgoing)]
         except BlockingIOError:
             pass
-        except OSError:  # `receive` notices, after reading what came before
+        except OSError:
+            # `receive` notices the error as well, after it has read what came before.
             self._outgoing.clear()
 
     def _parse_lines(self) -> list[Message]:
@@ -213,7 +217,7 @@ class Connection:
         return messages
 
     def _authenticate(self, line: bytes) -> str:
-        """Reads a line of the handshake; returns why it fails, or ""."""
+        """Handles a line of the handshake; returns the reason why it fails, or ""."""
         if not self.calls:
             greeting = re.fullmatch(rb"([0-9a-f]{32}) ([0-9a-f]{64})", line)
             self._nonces = (greeting[1], self._nonce) if greeting else None

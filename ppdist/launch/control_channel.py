@@ -110,7 +110,8 @@ def verdict(reports: Sequence[HostEnd]) -> HostEnd:
     """
     failed = [report for report in reports if report.failed]
     interrupted = [report for report in failed if report.code == INTERRUPTED and report.stopped]
-    if interrupted:  # by a user's second Ctrl-C, of which all else is a consequence
+    # A user's second Ctrl-C: every other failure is a consequence of it.
+    if interrupted:
         decisive = interrupted[0]
     elif failed:
         wrong = [
@@ -139,13 +140,13 @@ class Hub(Protocol):
 
 
 class ControlChannel:
-    """The first host's connections to all others; elsewhere the one to it.
+    """The connections of a world: of the first host to all others, of each other host to it.
 
     Attributes:
         hosts: addresses of all hosts, each as the host itself gives it.
-        stopped_by: SIGTERM when another host was stopped by a signal, else None.
-        hosts_change: it is stopped because a host leaves or is taken in; the job goes on.
-        cause_known: whether a host reported why its ranks failed, not only that they lost others.
+        stopped_by: SIGTERM if another host was stopped by a signal, else None.
+        hosts_change: True if it stops because a host leaves or is taken in; the job goes on.
+        cause_known: True if a host reported why its ranks failed, not only that they lost others.
     """
 
     def __init__(
@@ -163,7 +164,8 @@ class ControlChannel:
         is_elastic: bool = False,
         hub: Hub | None = None,
     ) -> None:
-        """
+        """Takes over the connections of the rendezvous.
+
         Args:
             local_host: address of this host, one of `hosts`.
             peers: connections by address.
@@ -275,6 +277,7 @@ class ControlChannel:
                     self._tell(local_report.as_message("verdict"))
                 self.close()
                 return outcome
+            # Lost hosts have a report as well, see `_mark_lost`.
             if self._is_first and len(self._reports) == len(self.hosts):
                 self._verdict = self._decide()
                 break
@@ -287,18 +290,18 @@ class ControlChannel:
             self._tell_verdict(decisive)
             decisive = self._verdict_for(self._local_host, decisive)
         self.close()
-        ended = _adapt_outcome(self._local_host, outcome, decisive)
+        common_outcome = _adapt_outcome(self._local_host, outcome, decisive)
         if decisive.goes_on and not received:
-            return replace(ended, goes_on=True)
+            return replace(common_outcome, goes_on=True)
         if decisive.leaves and decisive.failed:
-            message = f"{ended.message}\n{_SENT_AWAY}".lstrip()
-            return replace(ended, message=message, is_sent_away=True)
-        if decisive.stopped and ended.stopped is None:
-            ended = replace(ended, stopped=signal.SIGTERM)
-        stopped = decisive.stopped or bool(received)
-        if stopped or not (decisive.failed and decisive.is_consequence):
-            return ended
-        return replace(ended, message=f"{ended.message}\n{_NO_CAUSE}")
+            message = f"{common_outcome.message}\n{_SENT_AWAY}".lstrip()
+            return replace(common_outcome, message=message, is_sent_away=True)
+        if decisive.stopped and common_outcome.stopped is None:
+            common_outcome = replace(common_outcome, stopped=signal.SIGTERM)
+        is_stopped = decisive.stopped or bool(received)
+        if is_stopped or not (decisive.failed and decisive.is_consequence):
+            return common_outcome
+        return replace(common_outcome, message=f"{common_outcome.message}\n{_NO_CAUSE}")
 
     def _decide(self) -> HostEnd:
         """Chooses the verdict, and decides whether the run goes on with other hosts."""
@@ -315,8 +318,8 @@ class ControlChannel:
             hosts = ", ".join(self._turned_away)
             self._say(f"goes on without host {hosts}, which came last: no step was made with it")
             return replace(decisive, stopped=False, goes_on=True)
-        changed = self._makes_room or self._left or decisive.host in self._lost
-        if not changed or decisive.code == USER_ERROR:
+        hosts_changed = self._makes_room or self._left or decisive.host in self._lost
+        if not hosts_changed or decisive.code == USER_ERROR:
             return decisive
         if decisive.host in self._lost:
             decisive = replace(decisive, host=list_hosts(sorted(self._lost)))
@@ -337,6 +340,7 @@ class ControlChannel:
     def _report(self, outcome: Outcome, received: Sequence[int]) -> None:
         """Sends how this host ended to the first host, or records it there."""
         stopped = bool(received)
+        # Clocks of hosts differ, so the report carries the age of the failure instead of its time.
         age = max(0.0, boot_seconds() - outcome.time) if outcome.time else 0.0
         message = outcome.remote_message or outcome.message
         if len(message) > _MESSAGE_LIMIT:
@@ -380,7 +384,7 @@ class ControlChannel:
             self._verdict = HostEnd.read(message, read_text(message, "host", 300))
 
     def _record_end(self, report: HostEnd) -> None:
-        """Records on the first host how one host ended."""
+        """Records, on the first host, the end of one host."""
         self._reports[report.host] = report
         if report.failed:
             reason = report.message.partition("\n")[0] or f"ended with exit code {report.code}"
@@ -392,13 +396,15 @@ class ControlChannel:
         """Takes a host for lost: on the first host that is its end, elsewhere the verdict."""
         if host in self._reports or self._verdict is not None:
             return  # it has reported its end
-        lost = HostEnd(host, 1, reason, False, self._peers[host].heard, goes_on=self._is_elastic)
+        lost_end = HostEnd(
+            host, 1, reason, False, self._peers[host].heard, goes_on=self._is_elastic
+        )
         self._lost.add(host)
         self._peers[host].close()
         if self._is_first:
-            self._record_end(lost)
+            self._record_end(lost_end)
             return
-        self._verdict = lost
+        self._verdict = lost_end
         self._stop_ranks(_make_stop_message(host, reason, cause_known=True), host)
 
     def _stop_ranks(self, stop: Message, sender: str) -> None:
@@ -417,8 +423,8 @@ class ControlChannel:
             self._tell(stop, but=sender)
 
     def _wait_for_peers(self) -> None:
-        open_ones = [peer for peer in self._peers.values() if peer.closed is None]
-        wait_for_any(open_ones, _POLL_SECONDS)
+        open_peers = [peer for peer in self._peers.values() if peer.closed is None]
+        wait_for_any(open_peers, _POLL_SECONDS)
 
     def _tell(self, message: Message, but: str = "") -> None:
         for host, peer in self._peers.items():
@@ -426,7 +432,7 @@ class ControlChannel:
                 peer.send(message)
 
     def close(self) -> None:
-        """Closes all connections; the first host last, so that its messages arrive."""
+        """Closes all connections, on the first host last, so that its messages arrive."""
         deadline = time.monotonic() + _CLOSE_SECONDS
         while self._is_first and time.monotonic() < deadline:
             for peer in self._peers.values():
@@ -451,7 +457,8 @@ def _hosts_to_blame(decisive: HostEnd, newcomers: Sequence[str]) -> list[str]:
     """
     if decisive.made_step or decisive.code in (0, STOPPED):
         return []
-    if decisive.code == USER_ERROR:  # any host may be first to say so, as of data that differ
+    # If data differ, for example, any of the hosts may be the first to report it.
+    if decisive.code == USER_ERROR:
         return list(newcomers)
     return [host for host in newcomers if host == decisive.host and decisive.knows_cause]
 
@@ -462,7 +469,8 @@ def _adapt_outcome(local_host: str, outcome: Outcome, decisive: HostEnd) -> Outc
         return replace(outcome, code=decisive.code)
     outcome = replace(outcome, step=decisive.step)
     is_same_error = decisive.code == USER_ERROR == outcome.code and not outcome.is_consequence
-    if is_same_error:  # usually the same wrong input, as this host describes it
+    # Usually the same wrong input, which this host describes with its own paths.
+    if is_same_error:
         return outcome
     return replace(
         outcome, code=decisive.code, message=f"host {decisive.host}: {decisive.message}".rstrip()

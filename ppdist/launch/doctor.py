@@ -51,7 +51,7 @@ Measured = Mapping[str, Any]  # of lab/verify/cluster.py: what was measured betw
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """One line of the doctor's report."""
 
     level: str  # OK, WARN (it may work) or FAIL (it will not)
     subject: str
@@ -206,7 +206,8 @@ def check_resources(cores: int, cards: int) -> list[Finding]:
     check_room(
         "memory", available_memory(), "available", 2, "close other programs; use fewer processes"
     )
-    if cards > 1:  # NCCL's; our own workers and sums need none of it
+    # NCCL uses /dev/shm; ppdist's own workers and sums do not.
+    if cards > 1:
         shared = Path("/dev/shm")
         free = free_disk(shared) if shared.is_dir() else 0
         check_room("/dev/shm", free, "free", 1, "docker run --shm-size=8g (or --ipc=host)")
@@ -242,7 +243,8 @@ def file_system_of(place: Path, mounts: Path = Path("/proc/self/mounts")) -> str
     """Names the kind of file system that holds a folder, such as ext4."""
     rows = [line.split() for line in kernel_text(mounts).splitlines()]
     inside = [row for row in rows if place.resolve().is_relative_to(row[1].replace("\\040", " "))]
-    inside.reverse()  # several mounts may share a path: the last one hides the earlier ones
+    # Several mounts may share a path: the last one hides the earlier ones.
+    inside.reverse()
     return max(inside, key=lambda row: len(row[1]))[2] if inside else "unknown file system"
 
 

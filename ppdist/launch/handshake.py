@@ -199,7 +199,8 @@ def _count_common(local_words: Sequence[str], remote_words: Sequence[str]) -> in
 def _drop_per_host_arguments(words: Sequence[str]) -> list[str]:
     """Drops the arguments that say where something lies on one host, which may differ."""
     shared = [word for word in words if word.partition("=")[0] not in PER_HOST_KEYS]
-    is_shortened = len(shared) < len(words)  # then an -o may have lost all its values, and goes too
+    # Without its values an `-o` of one host would still differ from the other host's command.
+    is_shortened = len(shared) < len(words)
     return [
         word
         for word, following in zip(shared, [*shared[1:], "-"])

@@ -62,7 +62,7 @@ def fleetrun(
     not count as a restart.
 
     Args:
-        machine: looks at the machine; called when the command line is known to be right.
+        machine: inspects the machine; called once the command line is known to be right.
         run: runs one plan to its end.
         received: signals so far; more may come.
     Raises: LaunchError: the command is wrong or does not fit the machine.
@@ -92,9 +92,11 @@ def fleetrun(
                 say(job.restarts.announcement(options.max_restart))
             try:
                 outcome = job.attempt()
-            except LaunchError as error:  # the command was right; a host or a port is missing now
+            except LaunchError as error:
+                # The command was right at first, so now a host or a port is missing.
                 say(f"error: {error}")
-                if outcome.goes_on:  # the hub, or too many hosts, did not come back in time
+                # The hub, or too many hosts, did not come back in time.
+                if outcome.goes_on:
                     return outcome.code
                 outcome = Outcome(outcome.code, "")
         job.stopped, job.is_sent_away = outcome.code == STOPPED, outcome.is_sent_away
@@ -124,8 +126,8 @@ class _Job:
     def attempt(self) -> Outcome:
         """Runs the command once on all hosts; returns how it ended.
 
-        Before a restart it pauses; several hosts meet first, so that a signal for one of them then
-        reaches all.
+        Before a restart it pauses.  Several hosts connect before the pause, so that a signal for
+        one of them reaches all.
         """
         pause = self.restarts.pause
         try:
@@ -141,7 +143,8 @@ class _Job:
                 say_end(outcome)
             return outcome
         if channel is None:
-            if pause:  # in which a port may have been taken
+            # During the pause another program may have taken a port.
+            if pause:
                 plan = self.plan()
             self.say_plan(plan)
         # With --master fleetrun connects no hosts, so they have no common nonce.
@@ -165,7 +168,8 @@ class _Job:
             if channel is None:
                 raise
             # The others wait for this host already.
-            code = 1 if restarts else USER_ERROR  # a command that has worked is not wrong input
+            # A command that has worked once is not wrong input.
+            code = 1 if restarts else USER_ERROR
             message = f"error: {with_code(str(error), error.code)}"
             outcome = channel.finish(Outcome(code, message, made_step=False), [])
         say_end(outcome)
@@ -215,9 +219,9 @@ class _Job:
         return replace(plan, hosts=channel.hosts), channel
 
     def digest_command(self) -> tuple[str, ...]:
-        """Returns the command that writes what this host would train with.
+        """Returns the command that writes the digests of what this host would train with.
 
-        Returns: (): the script is not a training of ppdist's.
+        Returns: () if the script is not a training of ppdist's.
         """
         if not self.options.trains:
             return ()

@@ -77,7 +77,8 @@ class Measures:
     """The measurements of one host's ranks, over all attempts of a job."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        """
+        """Reads nothing yet.
+
         Args:
             folder: fleetrun's private folder; an attempt has one in it, named by its number.
             say: prints a line about what cannot be read, once for each kind.
@@ -216,7 +217,8 @@ def last_evaluation(path: Path) -> dict[str, Any]:
         return {}
     for line in reversed(lines):
         if b'"eval_seconds"' in line:
-            with suppress(ValueError):  # it is being written, or was cut short by a crash
+            # The line is just being written, or was cut short by a crash.
+            with suppress(ValueError):
                 record = json.loads(line)
                 if isinstance(record, dict) and isinstance(record.get("step"), int):
                     return record
@@ -225,7 +227,7 @@ def last_evaluation(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def export_metrics(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[None]:
-    """Serves Prometheus while the block runs, or warns once.
+    """Serves Prometheus metrics while the block runs; warns once if that fails.
 
     Args:
         folder: fleetrun's private folder.
@@ -250,12 +252,13 @@ def export_metrics(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[N
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until fleetrun, the parent, is gone.
+    """Serves until its parent, fleetrun, is gone.
 
     Args: arguments: folder, address and port, as of `export_metrics`.
     """
     folder, address, port = Path(arguments[0]), arguments[1], int(arguments[2])
-    for number in STOP_SIGNALS:  # schedulers signal all processes of a job, which may continue
+    # Schedulers signal all processes of a job, which may go on nevertheless.
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
     try:

@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class NotYetKnown(LaunchError):
-    """A host name that may resolve once its host is up."""
+    """The error for a host name that may resolve once its host is up."""
 
 
 class Network:
-    """This machine's network; tests replace it."""
+    """The network of this machine; tests replace it."""
 
     def resolve(self, name: str) -> str | None:
         """Resolves a host name or address to its IPv4 address, or None."""

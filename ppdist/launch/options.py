@@ -58,7 +58,7 @@ REJOIN_SECONDS = 60
 
 @dataclass(frozen=True)
 class Option:
-    """One option; it always takes a value, as `--name value` or `--name=value`."""
+    """A command-line option; it always takes a value, as `--name value` or `--name=value`."""
 
     names: tuple[str, ...]
     metavar: str
@@ -231,10 +231,10 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> Options:
-    """Reads the command line; environment variables stand in.
+    """Parses the command line; environment variables stand in for options.
 
     Args:
-        arguments: what follows the program's name.
+        arguments: the words after the program's name.
     Raises: LaunchError: an unknown or incomplete option, no script, or a stale environment.
     """
     values, rest = _split_arguments(arguments)
@@ -378,7 +378,8 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str
     rest = list(arguments)
     while rest and rest[0].startswith("-"):
         name, equals, value = rest.pop(0).partition("=")
-        with_underscores = f"--{name[2:].replace('-', '_')}"  # torchrun takes both
+        # torchrun accepts dashes and underscores, so users type both.
+        with_underscores = f"--{name[2:].replace('-', '_')}"
         if with_underscores in (*_BY_NAME, *_REFUSED):
             name = with_underscores
         option = _BY_NAME.get(name)
@@ -397,10 +398,8 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str
                     code="option_without_value",
                 )
             value = rest.pop(0)
-        if option in (
-            _CARDS,
-            _IPS,
-        ):  # `0, 1` without quotes is two words to us, one to a reader
+        # `0, 1` without quotes is two words for the shell, and one list for its user.
+        if option in (_CARDS, _IPS):
             while len(rest) > 1 and not rest[0].endswith(".py"):
                 if not value.endswith(",") and not rest[0].startswith(","):
                     break

@@ -29,7 +29,7 @@ _LOADING_SECONDS = 2.0  # loading Python, Paddle and a model takes longer
 
 @dataclass(frozen=True)
 class Attempt:
-    """Folders of this host's ranks in one attempt."""
+    """The folders of this host's ranks in one attempt."""
 
     folder: Path  # private: exit-N.json (worker.py), rank-N.json (common/process.py), heartbeats
     log_dir: Path  # with workerlog.N
@@ -86,15 +86,17 @@ class RankEnd:
     @property
     def failed(self) -> bool:
         """Returns True if it failed, or exited with 0 before training was over."""
+        # A script that exits in the middle of training leaves the other ranks waiting, whatever its
+        # code.
         early = self.reading is not None and self.reading.phase in ("step", "save")
         return self.exit_code not in (0, STOPPED) or (self.exit_code == 0 and early)
 
     @property
     def is_consequence(self) -> bool:
         """Returns True if it ended because another rank had ended."""
-        killed = self.exit_code in (None, -signal.SIGTERM, 128 + signal.SIGTERM)
-        lost = self.failure.code == errors.LOST_RANK or self.failure.from_rank is not None
-        return lost or (killed and not self.message)
+        is_killed = self.exit_code in (None, -signal.SIGTERM, 128 + signal.SIGTERM)
+        lost_peer = self.failure.code == errors.LOST_RANK or self.failure.from_rank is not None
+        return lost_peer or (is_killed and not self.message)
 
     @property
     def waited_for_peer(self) -> bool:
@@ -157,7 +159,7 @@ def describe_phase(reading: heartbeat.Reading) -> str:
 
 
 def read_ends(folder: Path) -> list[RankEnd]:
-    """Reads how the ranks that have begun ended; one without an exit code still runs."""
+    """Reads the ends of all ranks that have begun; one without an exit code still runs."""
     ends = []
     for report in worker.read_reports(folder):
         end = RankEnd(
@@ -175,7 +177,8 @@ def read_ends(folder: Path) -> list[RankEnd]:
         report_file = folder / f"rank-{report.rank}.json"
         if report_file.is_file():
             report_of_rank = json.loads(report_file.read_text(encoding="utf-8"))
-            if report_of_rank["exit_code"] != 0:  # a rank may still crash after it has reported 0
+            # After it has reported 0 a rank may still crash, so then the worker's code counts.
+            if report_of_rank["exit_code"] != 0:
                 failure = (
                     report_of_rank["kind"],
                     report_of_rank["code"],
@@ -225,8 +228,8 @@ class Outcome:
         """Returns True if a restart would be wrong or useless."""
         if self.goes_on:
             return False
-        over = self.is_sent_away or self.stopped is not None
-        return over or self.code in (0, USER_ERROR, STOPPED)
+        is_over = self.is_sent_away or self.stopped is not None
+        return is_over or self.code in (0, USER_ERROR, STOPPED)
 
 
 def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
@@ -248,6 +251,7 @@ def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
         return make_start_failure(attempt, "Paddle's launcher failed before any rank began")
     failed = [end for end in ends if end.failed]
     if not failed and codes == {0}:
+        # All ranks have ended well, so it was the launcher itself that failed.
         if launcher_code == 1:
             return replace(make_start_failure(attempt, "Paddle's launcher failed"), stopped=stopped)
         return Outcome(0, "", stopped, time=boot_seconds())
@@ -353,7 +357,8 @@ def _describe_failure(attempt: Attempt, first: RankEnd, on_terminal: bool) -> st
 def _last_output(attempt: Attempt, end: RankEnd, on_terminal: bool) -> str:
     """Returns the message or the last output of a rank, unless it is on this terminal."""
     code = end.process_code
-    is_cut_off = code is not None and code < 0  # killed, perhaps in the middle of its message
+    # A killed rank may have died in the middle of its message.
+    is_cut_off = code is not None and code < 0
     message = errors.with_code(end.message, end.failure.code).rstrip() if end.message else ""
     if end.local == 0 and end.printed and not (is_cut_off and message):
         return "" if on_terminal else message
@@ -367,6 +372,7 @@ def _tail(path: Path, offset: int = 0) -> str:
     with path.open("rb") as file:
         file.seek(offset)
         lines = file.read().decode(errors="replace").rstrip().splitlines()
+    # The first traceback is the cause; later ones are often its consequences.
     tracebacks = [number for number, line in enumerate(lines) if line.startswith("Traceback (most")]
     start = min(tracebacks[0] if tracebacks else len(lines), max(0, len(lines) - _TAIL_LINES))
     return "\n".join(lines[tracebacks[0] if tracebacks else start :][-4 * _TAIL_LINES :])

@@ -138,8 +138,9 @@ class Hub:
         token: str = "",
         digests: Callable[[], Any] = lambda: None,
     ) -> None:
-        """
-        Args: digests: returns those of what the job trains with, by part; None: not known.
+        """Opens the port of the hub.
+
+        Args: digests: returns the digests of what the job trains with, by part; None: not known.
         Raises: LaunchError: the port is in use, or too few files may be open.
         """
         allow_files(len(local.hosts) + _CALLERS + _OTHER_FILES)
@@ -173,7 +174,9 @@ class Hub:
         enough_since: float | None = None  # since when enough hosts are connected
         while True:
             if received:
-                if self._attempt:  # at the very start the user is typing the command again
+                # At the very start the user is typing the command again, so the other hosts go on
+                # waiting.
+                if self._attempt:
                     self._tell_guests({"type": "stopped"})
                 raise Stopped
             waiting = [*self._callers, *(guest.connection for guest in self._guests.values())]
@@ -404,6 +407,7 @@ class Hub:
             for _ in range(_CALLERS):
                 self._callers.append(Connection(self._listener.accept()[0], self._token))
         hosts = set(self._local.hosts)
+        # A host calls again every second, so of its connections the newest are the living ones.
         expected = [caller for caller in self._callers if caller.peer in hosts]
         strangers = [caller for caller in self._callers if caller.peer not in hosts]
         for caller in (*expected[: -_CALLERS - len(hosts)], *strangers[:-_CALLERS]):
@@ -459,7 +463,8 @@ class Hub:
         begun = bool(self._world or self._attempt) and not remote.attempt
         proven = not (begun and local.is_elastic and self._digests())
         self._guests[remote.place] = _Guest(caller, remote, proven)
-        if not self._world:  # while others train its counts are old: it has missed worlds
+        # While others train its counts are old: it has missed worlds.
+        if not self._world:
             self._attempt = max(self._attempt, remote.attempt)
             self._changes = max(self._changes, remote.changes)
             self._skip |= set(remote.skip)
@@ -486,7 +491,8 @@ class Hub:
         # Without a token a stranger may claim this, and must not end the run.
         is_trusted = self._token or caller.peer == remote.host
         if is_trusted and remote.attempt and not self._attempt:
-            caller.close()  # it goes on waiting for the right command
+            # It goes on waiting, and trains once this host runs the right command.
+            caller.close()
             message = (
                 f"host {remote.host} waits for this one, which was started differently.\n{lines}"
             )
@@ -508,13 +514,14 @@ class Hub:
             self._compare_digests(self._guests[place], message.get("digests"))
 
     def _compare_digests(self, guest: _Guest, remote: Any) -> None:
-        """Refuses a host alone that does not hold what the others train with.
+        """Refuses a host that holds other code or data than the others; only that host ends.
 
-        Args: remote: its digests, for the kinds of parts that its version compares.
+        Args: remote: its digests, by part; a script without digests sends {}.
         """
         local = self._digests() or {}
         if not isinstance(remote, dict):
             return guest.connection.close(OTHER_PROGRAM)
+        # Kinds of parts that the host has not sent are not compared.
         kinds = {name.partition(" ")[0] for name in remote}
         differing = sorted(
             name
@@ -570,7 +577,8 @@ class _Caller:
         self._callers: list[Connection] = []  # that may take this host for the hub
         self._answered: set[str] = set()  # lines printed about them
         if not local.attempt:
-            with contextlib.suppress(OSError):  # the port is in use here, or the address not local
+            # The port may be in use here, or the address not local: then no host is answered.
+            with contextlib.suppress(OSError):
                 self._listener = open_listener(local.host, port)
 
     def wait(self, seconds: float, received: Sequence[int]) -> ControlChannel:
@@ -594,7 +602,8 @@ class _Caller:
             self._send_digests()
             self._answer_calls()
             now = time.monotonic()
-            if self._joined:  # from here on the hub watches the timeout
+            # From here on the hub watches the timeout.
+            if self._joined:
                 since = now
                 continue
             text = f"still waiting for 1 of {len(self._local.hosts)} hosts on port {self._port}: "
@@ -645,9 +654,9 @@ class _Caller:
             self._child.wait()
 
     def _leave_and_stop(self, received: Sequence[int]) -> NoReturn:
-        """Raises Stopped; before a restart, stops the other hosts, too.
+        """Raises Stopped; before a restart it stops the other hosts as well.
 
-        At the very start they keep waiting: the command is being typed again.
+        At the very start they keep waiting, as the user types the command again.
         """
         if self._connection is not None and self._joined:
             if self._local.is_elastic and is_notice(received):
@@ -693,7 +702,8 @@ class _Caller:
         elif kind == "prove":
             self._start_digests(connection)
         elif kind == "taken":
-            connection.close(_TAKEN)  # it may be this host before its power was lost
+            # The other fleetrun may be this host before its power was lost, so it calls again.
+            connection.close(_TAKEN)
         elif kind == "waiting" and text != self._last_text:
             self._last_text = text
             self._say(text)
@@ -712,7 +722,8 @@ class _Caller:
                 raise Failure(LaunchError.kind, code, text).error()
             if not self._local.has_names:
                 raise LaunchError(text, code="host_refused")
-            connection.close(text)  # a name may have the address that is another run's hub by now
+            # A name may have the address that is another run's hub by now, so it calls again.
+            connection.close(text)
         elif kind == "begin" and self._joined:
             hosts = read_words(message, "hosts") or ()
             if hosts[1:] and self._local.host in hosts:
@@ -723,7 +734,8 @@ class _Caller:
 
     def _start_digests(self, connection: Connection) -> None:
         """Starts to compute what this host would train with."""
-        if not self._digest_command:  # another script: its ranks compare themselves as they start
+        # Another script has no digests: its ranks compare themselves as they start.
+        if not self._digest_command:
             connection.send({"type": "digests", "digests": {}})
         elif self._child is None:
             self._say("comparing configuration, code and data with those of the hosts that train")
@@ -791,7 +803,8 @@ def _listen(local: Handshake, port: int) -> socket.socket:
 
     Raises: LaunchError: it is in use.
     """
-    for address in (local.host, ""):  # an address of --host may be one that only others see
+    # An address of --host may be one that only other hosts see.
+    for address in (local.host, ""):
         try:
             return open_listener(address, port)
         except OSError as error:

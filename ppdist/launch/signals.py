@@ -17,7 +17,7 @@ _SAME_REQUEST_SECONDS = 1.0  # systemd sends SIGTERM and SIGHUP, a closed termin
 
 
 class Stopped(Exception):
-    """A signal ended the waiting for other hosts."""
+    """Raised when a signal ends the waiting for other hosts."""
 
 
 @contextmanager
@@ -28,23 +28,23 @@ def collect_signals() -> Iterator[list[int]]:
     (nohup) stays ignored.
     """
     received: list[int] = []
-    last = -_SAME_REQUEST_SECONDS
+    last_request = -_SAME_REQUEST_SECONDS
 
     def note(number: int, frame: object) -> None:
-        nonlocal last
+        nonlocal last_request
         now = time.monotonic()
-        if now - last >= _SAME_REQUEST_SECONDS:
+        if now - last_request >= _SAME_REQUEST_SECONDS:
             received.append(number)
-            last = now
+            last_request = now
 
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    handled = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in numbers}
+        handled.append(signal.SIGHUP)
+    previous_handlers = {number: signal.signal(number, note) for number in handled}
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 

@@ -69,7 +69,7 @@ def run_job(
 
     With a channel to other hosts it waits for theirs as well, and all hosts end alike.
 
-    What the ranks print is in options.log_dir.
+    The output of the ranks goes to options.log_dir.
 
     Args:
         folder: private and new, for this attempt alone.
@@ -85,7 +85,8 @@ def run_job(
         raise LaunchError(
             f"{error.strerror}", code="folder_unwritable", where=f"--log_dir {options.log_dir}"
         ) from error
-    for rank in plan.ranks:  # those of an earlier job would be taken for this one's
+    # Reports of an earlier job would be taken for this one's.
+    for rank in plan.ranks:
         (log_dir / f"rank-{rank['PADDLE_TRAINER_ID']}.json").unlink(missing_ok=True)
     python = [sys.executable, "-u"] if options.script.endswith(".py") else []
     job_file = {
@@ -114,14 +115,15 @@ def run_job(
 
 
 def show_reports(folder: Path, log_dir: Path) -> None:
-    """Copies the reports of how each rank ended, with its error's code, beside the logs."""
+    """Copies the ranks' reports of how they ended, with their error's code, beside the logs."""
     for report in folder.glob("rank-*.json"):
-        with suppress(OSError):  # a full disk must not hide how the job ended
+        # A full disk must not hide how the job ended.
+        with suppress(OSError):
             replace_file(log_dir / report.name, report.read_bytes())
 
 
 class _Job:
-    """The ranks of this host from their start to their end.
+    """The ranks of this host in one attempt, from their start to their end.
 
     Attributes:
         printed_message: the failure that was printed while other ranks still ran, or "".
@@ -153,7 +155,9 @@ class _Job:
             terminal.listen()
             try:
                 self._start_processes(output)
+                # A list, not a generator: `_check_processes` reads the exit code of every process.
                 while any([process.poll() is None for process in self._processes]):
+                    # A worker asks for the terminal itself, see `worker.open_streams`.
                     if wait_for_any([terminal], _POLL_SECONDS):
                         connection, _ = terminal.accept()
                         with connection:
@@ -167,6 +171,7 @@ class _Job:
         stopped = self._received[0] if self._received else None
         if self._channel is not None and stopped is None:
             stopped = self._channel.stopped_by
+        # Without Paddle's launcher the ranks alone decide.
         code = 0 if self._plan.ranks else self._processes[0].returncode
         return judge(self._attempt, code, stopped)
 
@@ -194,7 +199,8 @@ class _Job:
                     # fleetrun, or once they listen; who asks one for stacks too early gets none.
                     ignored=(signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2),
                 )
-            except OSError as error:  # as for one process more than the user may have
+            except OSError as error:
+                # For example the user's limit on processes is reached.
                 self._verdict = make_failure(f"a rank cannot be started: {error.strerror}")
                 return self._kill_all()
             self._processes.append(process)
@@ -300,7 +306,8 @@ class _Job:
         """Kills all remaining processes of this attempt."""
         for process in self._processes:
             if process.poll() is None:
-                process.kill()  # Paddle's launcher before its workers, which it would look after
+                # Paddle's launcher has to die before its workers, whose end it would handle.
+                process.kill()
                 process.wait()
         unkillable = _kill_processes(self._folder)
         if unkillable:
@@ -329,7 +336,8 @@ def _read_ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
         end for end in ends if by_themselves and end.exit_code is None and not is_alive(end.pid)
     ]
     if lost:
-        ends = read_ends(folder)  # one of them may have reported meanwhile
+        # One of them may have reported meanwhile.
+        ends = read_ends(folder)
         ends_by_rank = {end.rank: end for end in ends}
         for end in lost:
             if ends_by_rank[end.rank].exit_code is None:

@@ -230,7 +230,8 @@ def _clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     variables[LAUNCHER_VARIABLE] = "fleetrun"
     for name in (*_OWN_VARIABLES, *TOKEN_VARIABLES):
         variables.pop(name, None)
-    variables.setdefault("GLOG_minloglevel", "1")  # not every connection that Paddle opens
+    # Otherwise Paddle reports every connection that it opens.
+    variables.setdefault("GLOG_minloglevel", "1")
     # As Paddle's launcher does: by POD_NAME its auto-parallel knows that ranks were launched, and
     # a proxy is reported to disturb NCCL.
     variables.setdefault("POD_NAME", socket.gethostname())

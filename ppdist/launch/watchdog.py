@@ -44,7 +44,7 @@ _STACKS_SECONDS = 2.0
 
 @dataclass
 class RankStatus:
-    """A rank as it was last seen, by the watch's own clock."""
+    """The status of a rank when it was last seen, by the watch's own clock."""
 
     rank: int
     reading: Reading
@@ -69,7 +69,8 @@ class Watch:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Prepares the watch; `look` does the work.
+
         Args:
             several_hosts: ranks may wait for those of other hosts.
             clock: returns seconds; setting the time of the host must not move it.
@@ -85,7 +86,7 @@ class Watch:
         self._ended_hung = False
 
     def look(self, others_wait: bool = False) -> None:
-        """Looks at all ranks; blocks only while stacks are written.
+        """Checks all ranks; blocks only while they write their stacks.
 
         Args: others_wait: ranks of another host failed because they waited in vain.
         """
@@ -94,6 +95,8 @@ class Watch:
         if self._looked is not None and gap < _LOOK_SECONDS and not others_wait:
             return
         self._looked = clock
+        # If fleetrun itself was stopped, so were the ranks: a long gap must not count as their
+        # hang.
         self._now += min(gap, _GAP_SECONDS)
         self._update_ranks()
         for log in self._collect_stacks("asked for by a signal"):
@@ -157,7 +160,8 @@ class Watch:
             stat = process_stat(reading.pid)
             seen = self._ranks.get(rank)
             if stat is None or not stat.is_alive or (seen and seen.born != stat.began):
-                self._ranks.pop(rank, None)  # it has ended; how is for others to say
+                # It has ended; outcome.py finds out how.
+                self._ranks.pop(rank, None)
                 continue
             if seen is None:
                 seen = self._ranks[rank] = RankStatus(rank, reading, stat.began, self._now)
@@ -173,7 +177,7 @@ class Watch:
                 seen.stopped_at = self._now
 
     def _end_hung(self, culprits: Sequence[RankStatus], description: str, certain: bool) -> None:
-        """Records who makes no progress, and kills the ranks.
+        """Records the hang, and kills the ranks.
 
         Args: certain: nothing has failed yet, so all ranks are killed here; else supervisor.py ends
             the ones that still progress.
@@ -209,7 +213,7 @@ class Watch:
         return ", ".join(self._collect_stacks(reason))
 
     def _collect_stacks(self, reason: str) -> list[str]:
-        """Moves stacks that ranks wrote to the logs; returns those files."""
+        """Moves the stacks that ranks have written to the logs; returns those files."""
         files: list[str] = []
         for rank, path in _find_stacks(self._folder).items():
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -229,7 +233,8 @@ def _find_hung(
     Args: limits: allowed seconds without a sign of life, by rank.
     """
     if any(status.traced for status in ranks):
-        return [], ""  # somebody looks into one with a debugger
+        # A developer inspects one with a debugger.
+        return [], ""
     stopped = [
         status
         for status in ranks
@@ -241,6 +246,7 @@ def _find_hung(
         return [], ""  # not yet for long enough
     overdue = [status for status in ranks if now - status.changed > limits[status.rank]]
     lowest = min(status.progress for status in ranks)
+    # Only the ranks furthest behind are to blame: the others wait for them.
     stragglers = [
         status for status in overdue if not status.reading.inside and status.progress == lowest
     ]

@@ -41,7 +41,7 @@ _RECORD_BYTES = 200  # size of a report: more than its numbers can take
 
 @dataclass(frozen=True)
 class Report:
-    """A rank as its worker last wrote it down."""
+    """The state of a rank as its worker last reported it."""
 
     rank: int
     local: int  # its number on this host
@@ -67,7 +67,8 @@ def main() -> int:
         # process alone is passed on to all ranks by fleetrun, which finds this file.
         with contextlib.suppress(OSError):
             (folder / f"stop-{rank}").write_text(str(int(number)), encoding="utf-8")
-        if os.getppid() != parent:  # the launcher is gone, and nothing else signals
+        # The launcher is gone, so nothing else signals the child.
+        if os.getppid() != parent:
             os.kill(child.pid, signal.SIGTERM)
         signal.alarm(GRACE_SECONDS)
 
@@ -82,7 +83,8 @@ def main() -> int:
     begin_report(folder, rank, local)
     forget_environment(folder)
     output, errors = open_streams(folder, local, Path(job["log_dir"]), job)
-    hold_signals()  # one that arrives while the script starts would reach neither
+    # A signal that arrives while the script starts would reach neither process.
+    hold_signals()
     began = time.monotonic()
     child = start(
         job["command"],
@@ -90,24 +92,27 @@ def main() -> int:
         stderr=errors,
         env=make_environment(job["log_dir"]),
         start_new_session=False,
-        default=(signal.SIGTERM, signal.SIGINT),  # not `stop`, in a copy of this process
+        # A forked child would run this process's `stop`.
+        default=(signal.SIGTERM, signal.SIGINT),
     )
+    # A signal for the process group may have come before there was a child.
     if signal.sigpending() & {signal.SIGTERM, signal.SIGINT}:
-        child.terminate()  # it may have come before there was a child
+        child.terminate()
     release_signals()
     begin_report(folder, rank, local, child.pid)
     code = child.wait()
     end_report(folder, rank, local, code, time.monotonic() - began)
-    for pid in find_processes(folder, rank):  # whatever group or session it made for itself
+    # Its own children may have left its process group and its session.
+    for pid in find_processes(folder, rank):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     return code if code >= 0 else 128 - code
 
 
 def forget_environment(folder: Path) -> None:
-    """Removes the environment, secrets too, that Paddle's launcher has written.
+    """Deletes the copies of the environment, secrets included, that Paddle's launcher has written.
 
-    The folder stays behind where fleetrun is killed.
+    The folder stays behind if fleetrun is killed.
     """
     for pattern in ("envlog.*", "backup_env.*.json", "*.log"):
         for path in (folder / "paddle").glob(pattern):
@@ -137,9 +142,9 @@ def find_processes(folder: Path, rank: int | None = None) -> list[int]:
 
 
 def begin_report(folder: Path, rank: int, local: int, child: int = 0) -> None:
-    """Writes to exit-RANK.json that the script begins.
+    """Writes exit-RANK.json: the script begins.
 
-    It reserves space for how it ends: a full disk must not turn success into failure.
+    It reserves space for the end: a full disk must not turn success into failure.
 
     Args: child: the process of the script, 0 before there is one.
     """
@@ -151,7 +156,7 @@ def begin_report(folder: Path, rank: int, local: int, child: int = 0) -> None:
 def end_report(
     folder: Path, rank: int, local: int, code: int, seconds: float | None = None
 ) -> None:
-    """Writes how the script ended into the room that begin_report has made."""
+    """Writes how the script ended, into the space that `begin_report` has reserved."""
     with contextlib.suppress(OSError):
         report = os.open(folder / f"exit-{rank}.json", os.O_WRONLY)
         os.pwrite(report, _record(rank, local, 0, code, seconds), _RECORD_BYTES)

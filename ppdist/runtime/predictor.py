@@ -262,8 +262,8 @@ def _resize(image_HW3: np.ndarray, size_wh: tuple[int, int], interpolation: str)
 def antialiased(image_HW3: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
     """Resizes a uint8 image as Pillow's bilinear does, without Pillow.
 
-    Columns first, then rows.  Pillow 13 begins with the side that shrinks more, which changes some
-    values by 1; where both have one order they are equal.
+    It resizes columns first, then rows.  Pillow 13 begins with the side that shrinks more, which
+    changes some values by 1; with the same order the results are equal.
     """
     for length in size_wh:
         image_HW3 = cv2.transpose(image_HW3)
@@ -335,6 +335,7 @@ def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -
         columns = [labels_P[best], scores_P[best], boxes_N4[index_P[best]]]
         return np.column_stack(columns).astype(np.float32)
     order_P = np.lexsort((index_P, -scores_P, labels_P))  # class after class, each best first
+    # Rank within the class: the position less that of the first prediction of the class.
     rank_in_class_P = np.arange(len(order_P)) - np.searchsorted(
         labels_P[order_P], labels_P[order_P]
     )
@@ -403,7 +404,8 @@ class OnnxGraph:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # its warnings about unused constants are noise here
+        # Its warnings about unused constants are noise for users.
+        options.log_severity_level = 3
         options.intra_op_num_threads = threads
         options.add_session_config_entry(
             "session.intra_op.allow_spinning", "1" if spinning else "0"
@@ -412,9 +414,11 @@ class OnnxGraph:
             self._session = onnxruntime.InferenceSession(
                 str(file), options, providers=list(providers)
             )
-        except Exception as error:  # its exceptions have no narrower common base
+        except Exception as error:
+            # Its exceptions have no narrower common base.
             raise PredictorError(f"{file}: ONNX Runtime cannot load it: {error}") from error
-        if providers[0] not in self._session.get_providers():  # it would fall back to the CPU
+        # Otherwise it would silently fall back to the CPU.
+        if providers[0] not in self._session.get_providers():
             raise PredictorError("device gpu: ONNX Runtime finds no usable card; see its message")
         self._name = self._session.get_inputs()[0].name
         self.output_names = tuple(output.name for output in self._session.get_outputs())
@@ -535,7 +539,7 @@ class PaddleGraph:
 
     Args:
         precision: float32; bfloat16 with oneDNN.
-    Raises: PredictorError: it cannot load them.
+    Raises: PredictorError: Paddle cannot load them.
     """
 
     def __init__(

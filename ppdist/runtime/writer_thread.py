@@ -78,7 +78,8 @@ class WriterThread:
             try:
                 if self._thread.ident is None:
                     self._thread.start()
-            except RuntimeError:  # the system has no more threads; or the interpreter ends
+            except RuntimeError:
+                # The system has no more threads, or the interpreter ends.
                 while not self._queue.empty():
                     self._write_next()
             finally:
@@ -105,7 +106,8 @@ class WriterThread:
     def _write(self, name: str, write: Callable[[], object]) -> None:
         try:
             write()
-        except Exception as error:  # the thread must survive
+        except Exception as error:
+            # Nothing may end the thread: all later writes would be lost.
             self.failures.append((name, error))
 
 
@@ -135,7 +137,10 @@ class Screen(io.TextIOBase):
     """
 
     def __init__(self, stream: TextIO | None) -> None:
-        """Args: stream: None where the process was started without one."""
+        """Finds the descriptor of the stream.
+
+        Args: stream: None if the process was started without one.
+        """
         self._stream = stream
         self.problem: Exception | None = None
         self._handle = None if stream is None else _handle_of(stream)
@@ -192,6 +197,7 @@ def _handle_of(stream: TextIO) -> int | None:
     buffer = getattr(stream, "buffer", None)
     if not isinstance(getattr(buffer, "raw", buffer), io.FileIO):
         return None
-    with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: a signal interrupted a print
+    # RuntimeError: a signal has interrupted a print.
+    with suppress(OSError, ValueError, RuntimeError):
         stream.flush()
     return None if stream.closed else stream.fileno()
