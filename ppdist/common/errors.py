@@ -133,7 +133,8 @@ def with_code(message: str, code: str) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns True if a smaller batch would have avoided the error."""
-    if isinstance(error, MemoryError):  # Paddle's own ResourceExhausted, too
+    # Paddle's own ResourceExhausted arrives as this.
+    if isinstance(error, MemoryError):
         return True
     return isinstance(error, OSError) and _has_sign(error, OUT_OF_MEMORY)
 

@@ -37,18 +37,16 @@ class ETA:
         self._clock = clock
         self._began = clock()
         self._every = {EVALUATION: 0, SAVING: 0}  # optimizer steps; 0: never
-        self._evaluation_steps = (
-            0.0  # assumed cost of an evaluation, in steps, before one was measured
-        )
+        # Assumed cost of an evaluation, in steps, before one was measured.
+        self._evaluation_steps = 0.0
         self._seconds: dict[str, float] = defaultdict(float)
         self._between = 0.0  # seconds of evaluations, saves and plots so far
         self._steps_began = 0.0  # seconds outside of these, before the first step
-        self._last: tuple[int, float] | None = (
-            None  # the last step, and seconds outside of the parts
-        )
+        # The last step, and the seconds outside of the parts until its end.
+        self._last: tuple[int, float] | None = None
         self._steps: deque[float] = deque(maxlen=_KEPT_STEPS)
         self._parts: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LAST_PARTS))
-        self._done_at = dict.fromkeys(self._every, 0)  # the step after which it last was done
+        self._done_at = dict.fromkeys(self._every, 0)  # the last step after which it was done
 
     def expect(
         self, evaluate_every: int, save_every: int, evaluation_images: int, images_per_step: int
@@ -96,6 +94,7 @@ class ETA:
         """
         self._seconds[IMAGES] += waited
         outside = self._clock() - self._began - self._between
+        # After a rollback or a skipped step the time since the last step is not that of one step.
         if self._last is not None and step == self._last[0] + 1:
             self._steps.append(outside - self._last[1])
         self._last = step, outside

@@ -279,7 +279,8 @@ def digest_of_file(path: Path) -> str:
             while block := file.read(_BLOCK_BYTES):
                 content.update(block)
     except OSError as error:
-        return f"cannot be read: {error.strerror}"  # loading the file reports more
+        # Loading the file reports the error with more detail.
+        return f"cannot be read: {error.strerror}"
     return content.hexdigest()
 
 
@@ -568,7 +569,8 @@ def _hold(folder: Path, lock_folder: Path, seconds: float) -> list[str]:
     held = _held.get(_absolute_path(folder))
     if held is not None and held.lost is None and held.lock.is_current():
         return []
-    if held is not None:  # its lock was lost
+    # The lock's file was deleted or replaced, so the lock protects nothing any more.
+    if held is not None:
         held.lock.close()
         del _held[_absolute_path(folder)]
     lock = FileLock(_absolute_path(lock_folder) / _LOCK_FILE)

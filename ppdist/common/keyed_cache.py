@@ -74,7 +74,7 @@ class KeyedCache:
         try:
             with open(self.open(key), "rb") as file:
                 view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        except (OSError, ValueError):  # an empty file cannot be mapped
+        except (OSError, ValueError):  # ValueError: an empty file cannot be mapped
             return None
         return self._verify(key, view, lambda view: view)
 

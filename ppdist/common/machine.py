@@ -155,7 +155,8 @@ def process_stat(pid: int) -> ProcessStat | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    # The name of the program comes before, in brackets, and may hold any character.
+    fields = text.rpartition(")")[2].split()
     ticks = int(fields[11]) + int(fields[12])
     return ProcessStat(fields[0], int(fields[1]), int(fields[19]), ticks / os.sysconf("SC_CLK_TCK"))
 

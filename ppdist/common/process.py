@@ -151,7 +151,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 def _exit_code_of(error: BaseException) -> tuple[int, Failure]:
     """Returns the exit code and the failure of an error; called while it is handled."""
     if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
-        return 128 + signal.SIGPIPE, Failure("", "", "")  # `| head` has read enough
+        # For example `| head` has read enough: no error for the user.
+        return 128 + signal.SIGPIPE, Failure("", "", "")
     shown_error = convert_limit_error(error)
     if isinstance(error, ModuleNotFoundError) and error.name == "paddle":
         shown_error = _paddle_missing()

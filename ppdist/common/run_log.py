@@ -180,7 +180,8 @@ class RunLog:
 
         Args: size: bytes that wait in memory; a file with any, such as a picture, may be dropped.
         """
-        if self._is_open:  # batches may be drawn after `close`
+        # Pictures of batches may still be drawn after `close`.
+        if self._is_open:
             guarded_write = partial(write_if_held, self._output_dir, write)
             self._files.put(name, guarded_write, size, may_drop=size > 0)
 
@@ -326,7 +327,8 @@ class RunLog:
             for line in outcome:
                 _LOGGER.info(line, extra=BARE)
             for name, command in (*commands(self._output_dir), *following):
-                self.headline(name, command)  # a table would wrap them
+                # A table would wrap the commands, so that they could not be copied.
+                self.headline(name, command)
 
     def limit_close(self, seconds: float = 0.0) -> None:
         """Limits how long `close` waits after a request to stop."""
@@ -354,7 +356,8 @@ class RunLog:
         """Warns of failed writes, once per kind."""
         while self._files.failures:
             name, error = self._files.failures.popleft()
-            if getattr(error, "code", "") != "output_dir_lost":  # which ends the run
+            # That error ends the run, which reports it.
+            if getattr(error, "code", "") != "output_dir_lost":
                 self.warn_once(name, error)
         problem: object = self._screen.problem
         if problem is None and TERMINAL.dropped["terminal"] > self._dropped_before:

@@ -200,7 +200,8 @@ class TrackerProcess(MetricWriter):
 def main() -> None:
     """Runs the process of one tracker: reads messages from stdin, calls its writer."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the run itself says when to end
+    # The run itself says when to end; Ctrl-C reaches all processes of the terminal.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     messages = sys.stdin.buffer
     target, run = pickle.load(messages)
@@ -414,7 +415,8 @@ class MLflowWriter(MetricWriter):
         metrics = [
             self._metric(_to_mlflow_key(tag), value, now, step) for tag, value in values.items()
         ]
-        for begin in range(0, len(metrics), 1000):  # a server takes no more at once
+        # A server takes no more at once.
+        for begin in range(0, len(metrics), 1000):
             self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
 
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:

@@ -106,7 +106,8 @@ class MetricWriters:
         """Adds a writer; the program's name goes into warnings."""
         try:
             self._writers[program] = make()
-        except Exception as error:  # no curve is worth a run
+        except Exception as error:
+            # No curve is worth a run.
             self.thread.failures.append((program, error))
 
     def metrics(self, record: Mapping[str, Any]) -> None:

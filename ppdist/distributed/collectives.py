@@ -73,7 +73,8 @@ def _sum_in_memory(tensors: Sequence[paddle.Tensor], factor: float = 1.0) -> boo
         part_F[:] = tensor.numpy()
 
     dense = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
-    blocks = [(tensor.data_ptr(), math.prod(tensor.shape)) for tensor in dense]  # .size takes 3 us
+    # Not tensor.size, which takes 3 us.
+    blocks = [(tensor.data_ptr(), math.prod(tensor.shape)) for tensor in dense]
     with heartbeat.Waiting(f"sum of {sum(count for _, count in blocks)} values"):
         routes.memory.sum(blocks, None if routes.leaders is None else sum_across_hosts, factor)
     for tensor, summed in zip(tensors, dense):

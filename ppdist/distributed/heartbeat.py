@@ -110,7 +110,8 @@ def beat(phase: str, step: int | None = None) -> None:
     """
     global _step_began_ns
     now = time.monotonic_ns()
-    if PHASES[_state[_PHASE]] == "step" and step == _state[_STEP] + 1:  # it has made one
+    # A step was finished; after a rollback the number does not grow by one.
+    if PHASES[_state[_PHASE]] == "step" and step == _state[_STEP] + 1:
         if _state[_SINCE]:
             _state[_MEASURED] += 1
             _state[_SECONDS] = (now - _step_began_ns) / 1e9

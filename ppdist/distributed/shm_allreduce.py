@@ -79,7 +79,8 @@ def join(
     """
     first = firsts_W[rank]
     if len(set(firsts_W)) == len(firsts_W):
-        return None  # one rank a host
+        # One rank on each host: there is nobody to share memory with.
+        return None
     ranks = [peer for peer, peer_first in enumerate(firsts_W) if peer_first == first]
     size = (1 + len(ranks)) * _LINE + (len(ranks) + 1) * message_bytes
     token, descriptor, memory, problem = secrets.randbits(62), -1, None, ""
@@ -297,7 +298,8 @@ class SharedMemoryAllReduce:
             while self._counters[peer * _CELL] < self._arrivals:
                 now = time.perf_counter()
                 if now - began < _SPIN_SECONDS:
-                    os.sched_yield()  # the awaited rank may need this core
+                    # The awaited rank may need this core.
+                    os.sched_yield()
                     continue
                 if now - checked > _LOOK_SECONDS:
                     checked = now

@@ -68,7 +68,8 @@ def set_timeout(seconds: float) -> None:
     """Sets how long ranks wait for one another."""
     global _timeout
     _timeout = seconds
-    os.environ["PADDLE_PG_TIMEOUT"] = f"{math.ceil(seconds * 1000)}"  # Paddle reads it as they join
+    # Paddle reads it when the ranks join.
+    os.environ["PADDLE_PG_TIMEOUT"] = f"{math.ceil(seconds * 1000)}"
 
 
 def alive() -> None:

@@ -45,7 +45,8 @@ def main() -> int:
 
     try:
         limits.require_limits(limits.LEAST_FILES)
-    except UserError as error:  # what follows may not even be imported
+    except UserError as error:
+        # The modules below may not even be importable under such limits.
         print(f"ppdist: error: {with_code(str(error), error.code)}", file=sys.stderr)
         return 2
     from ppdist.common.process import USER_ERROR
@@ -75,7 +76,8 @@ def _open_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            # It takes the lowest number that is free, which is this one.
+            os.open(os.devnull, os.O_RDWR)
 
 
 def warn_of_stock_launcher(environment: Mapping[str, str] | None = None) -> str | None:

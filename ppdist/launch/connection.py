@@ -161,7 +161,8 @@ class Connection:
             # If unread bytes are left at closing, the system also drops what was sent.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
-                for _ in range(_MOST_PIECES):  # the peer may never stop sending
+                # The peer may never stop sending.
+                for _ in range(_MOST_PIECES):
                     if not self._socket.recv(_RECEIVE_BYTES):
                         break
             self._end("closed")

@@ -272,7 +272,8 @@ class ControlChannel:
         while self._verdict is None:
             self.watch(received)
             if must_kill(received):
-                if self._is_first:  # nobody else would tell the others
+                # Nobody else would tell the other hosts.
+                if self._is_first:
                     local_report = replace(self._reports[self._local_host], stopped=True)
                     self._tell(local_report.as_message("verdict"))
                 self.close()
@@ -311,7 +312,8 @@ class ControlChannel:
         if not self._is_elastic or decisive.code == 0:
             return decisive
         if any(report.stopped and not report.leaves for report in reports):
-            return decisive  # a user has stopped the whole run
+            # A user has stopped the whole run.
+            return decisive
         newcomers = self._hub.newcomers() if self._hub is not None else []
         self._turned_away = _hosts_to_blame(decisive, newcomers)
         if self._turned_away:

@@ -145,7 +145,8 @@ def check_software(build: str, cards: Sequence[str] = ()) -> list[Finding]:
         else:
             findings.append(Finding(OK, name, installed_version(name) or _OTHER_NAME))
     opencv = [name for name in _OPENCV if installed_version(name)]
-    if len(opencv) > 1:  # the extra `track` brings a second
+    # The extra `track` installs a second one.
+    if len(opencv) > 1:
         remedy = (
             f"pip uninstall {' '.join(opencv)}, then pip install --force-reinstall "
             "opencv-python-headless"

@@ -149,7 +149,8 @@ class Measures:
             yield "ppdist_rank_waiting", labels, float(reading.inside)
             for phase in heartbeat.PHASES:
                 yield "ppdist_rank_phase", {**labels, "phase": phase}, float(phase == reading.phase)
-            if reading.phase != "start":  # before, it does not know where the run is
+            # During its start a rank does not know yet from which step the run resumes.
+            if reading.phase != "start":
                 yield "ppdist_rank_step", labels, float(reading.step)
                 yield "ppdist_rank_lag_steps", labels, float(furthest - reading.step)
             work = heartbeat.read_work(heartbeat.heartbeat_path(folder, rank))
@@ -166,6 +167,7 @@ class Measures:
         if not path.exists():
             return
         reading, work = heartbeat.read(path), heartbeat.read_work(path)
+        # During its start a rank does not know yet from which step the run resumes.
         if reading is not None and reading.phase != "start":
             yield "ppdist_run_step", {}, float(reading.step)
         if work is not None:
@@ -202,7 +204,8 @@ def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
     for number, path in sorted(manifests, reverse=True):
         try:
             return number, path.stat().st_mtime
-        except FileNotFoundError:  # it was just pruned
+        except FileNotFoundError:
+            # It has just been pruned.
             continue
     return None
 
@@ -247,7 +250,8 @@ def export_metrics(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[N
     finally:
         if process is not None:
             process.kill()
-            with suppress(child.TimeoutExpired):  # a disk that hangs may hold it
+            # A process that waits for a dead disk may not end.
+            with suppress(child.TimeoutExpired):
                 process.wait(_END_SECONDS)
 
 

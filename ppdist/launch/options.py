@@ -220,7 +220,8 @@ class Options:
     def trains(self) -> bool:
         """Returns True if the script is `ppdist train`."""
         script = Path(self.script).absolute()
-        if self.script == _OWN_COMMANDS or script.name == "ppdist":  # typed with its path
+        # The second case is `ppdist` typed with its path.
+        if self.script == _OWN_COMMANDS or script.name == "ppdist":
             return self.script_arguments[:1] == ("train",)
         return script.parts[-2:] == ("tools", "train.py")
 

@@ -204,10 +204,8 @@ class Outcome:
     code: int  # 0, 1, 2 or 75
     message: str  # for stderr; "": nothing is left to say
     stopped: int | None = None  # the signal that stopped it, if one did
-    # For the other hosts of the run:
-    remote_message: str = field(
-        default="", compare=False
-    )  # `message` for readers without this terminal
+    # The rest is for the other hosts of the run; their users do not see this terminal.
+    remote_message: str = field(default="", compare=False)
     is_consequence: bool = field(default=False, compare=False)  # of what happened on another host
     time: float = field(default=0.0, compare=False)  # of the failure, by `boot_seconds`
     step: int | None = field(default=None, compare=False)  # that failed, from 1; None: no step did

@@ -206,7 +206,8 @@ class Hub:
         self._handle_calls()
         if time.monotonic() - self._told_at > _REPORT_SECONDS:
             self._told_at = time.monotonic()
-            for guest in self._ready_guests().values():  # the others know what keeps them out
+            # The other guests have been told what keeps them out.
+            for guest in self._ready_guests().values():
                 guest.connection.send({"type": "waiting", "text": _LATER})
 
     def waiting(self) -> list[str]:
@@ -468,7 +469,8 @@ class Hub:
             self._attempt = max(self._attempt, remote.attempt)
             self._changes = max(self._changes, remote.changes)
             self._skip |= set(remote.skip)
-            if not self._local.attempt and remote.attempt:  # this hub knows of no world yet
+            # This hub has been restarted, and takes all hosts of the job for lost until they call.
+            if not self._local.attempt and remote.attempt:
                 self._lost = frozenset(range(1, len(local.hosts)))
         caller.send({"type": "joined"})
         if not proven:

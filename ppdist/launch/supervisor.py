@@ -389,7 +389,8 @@ def private_folder() -> Iterator[Path]:
             prefix="ppdist-", dir=base, ignore_cleanup_errors=True
         )
     wanted = os.environ.get("TMPDIR", "")
-    if wanted and tempfile.gettempdir() != os.path.abspath(wanted):  # Python's own look at it
+    # Python takes another folder without a word if it cannot write to TMPDIR.
+    if wanted and tempfile.gettempdir() != os.path.abspath(wanted):
         say(f"note: TMPDIR={wanted} is full or cannot be written; using {base}")
     with temporary as folder:
         yield Path(folder)

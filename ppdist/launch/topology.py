@@ -149,16 +149,16 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
     processes = len(labels) or options.processes or 1
     name, visible = _find_visible(options, environment, machine)
     if name in variables and visible is not None:
-        variables[name] = ",".join(visible if labels else ())  # some readers keep its spaces
+        # Some readers of the variable keep the spaces that users type.
+        variables[name] = ",".join(visible if labels else ())
     if labels:
         device = options.kind
         cards = []
         for label in labels:
             index = label if visible is None else str(visible.index(label))
-            card_variables = {
-                f"FLAGS_selected_{device}s": index
-            }  # by which Paddle finds the card of a rank
-            if device not in ("gpu", "xpu"):  # Paddle is built for these; a plug-in brings others
+            card_variables = {f"FLAGS_selected_{device}s": index}
+            # Paddle itself is built for these two; a plug-in brings the other kinds.
+            if device not in ("gpu", "xpu"):
                 card_variables |= {"PADDLE_DISTRI_BACKEND": "xccl", KIND_VARIABLE: device}
             cards.append(card_variables)
         devices_text = f"card{'s' * (processes > 1)}" if device == "gpu" else device

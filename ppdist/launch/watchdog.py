@@ -190,10 +190,9 @@ class Watch:
         for status in self._ranks.values():
             _send_signal(status, heartbeat.STACKS_SIGNAL)
         for status in culprits:
+            # A stopped rank that continues handles the pending signal first: it writes its stacks.
             if status.state == "T":
-                _send_signal(
-                    status, signal.SIGCONT
-                )  # the first that it does is to write its stacks
+                _send_signal(status, signal.SIGCONT)
         files = self._await_stacks(description)
         where = f"; the stacks of all ranks of this host: {files}" if files else ""
         ranks = [status.rank for status in culprits]
@@ -209,7 +208,8 @@ class Watch:
         while missing and time.monotonic() < deadline:
             time.sleep(0.1)
             missing -= set(_find_stacks(self._folder))
-        time.sleep(0.2)  # the last rank may still be writing
+        # The file grows from the first line on, so the last rank may still be writing.
+        time.sleep(0.2)
         return ", ".join(self._collect_stacks(reason))
 
     def _collect_stacks(self, reason: str) -> list[str]:
@@ -217,7 +217,8 @@ class Watch:
         files: list[str] = []
         for rank, path in _find_stacks(self._folder).items():
             text = path.read_text(encoding="utf-8", errors="replace")
-            os.truncate(path, 0)  # it is open for appending
+            # The rank keeps it open for appending, so it cannot be deleted.
+            os.truncate(path, 0)
             log = self._log_dir / f"stacks.{rank}"
             with contextlib.suppress(OSError), open_own(log, "a", encoding="utf-8") as file:
                 file.write(f"--- {time.strftime('%F %T')}: rank {rank}: {reason}\n{text}\n")
@@ -243,7 +244,8 @@ def _find_hung(
     if stopped:
         return stopped, _describe_hang(stopped, ranks, now)
     if any(status.stopped_at is not None for status in ranks):
-        return [], ""  # not yet for long enough
+        # A rank is stopped, but not yet for long enough; until then the others wait for it.
+        return [], ""
     overdue = [status for status in ranks if now - status.changed > limits[status.rank]]
     lowest = min(status.progress for status in ranks)
     # Only the ranks furthest behind are to blame: the others wait for them.

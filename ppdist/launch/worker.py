@@ -130,7 +130,7 @@ def find_processes(folder: Path, rank: int | None = None) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             variables = (process / "environ").read_bytes().split(b"\0")
-        except OSError:  # it ended, or is another user's
+        except OSError:  # the process has ended, or is another user's
             continue
         if (
             of_attempt in variables
@@ -148,7 +148,8 @@ def begin_report(folder: Path, rank: int, local: int, child: int = 0) -> None:
 
     Args: child: the process of the script, 0 before there is one.
     """
-    with contextlib.suppress(OSError):  # the folder is gone with fleetrun
+    # The folder is gone if fleetrun is.
+    with contextlib.suppress(OSError):
         content = _record(rank, local, child, None) + b" " * _RECORD_BYTES
         replace_file(folder / f"exit-{rank}.json", content)
 
@@ -176,7 +177,8 @@ def read_reports(folder: Path) -> list[Report]:
     for path in folder.glob("exit-*.json"):
         with contextlib.suppress(OSError):
             for line in path.read_bytes().splitlines():
-                with contextlib.suppress(ValueError):  # no end yet, or just being written
+                # The space for the end may be empty, or just being written.
+                with contextlib.suppress(ValueError):
                     report = Report(**json.loads(line))
                     latest[report.rank] = report
     return [latest[rank] for rank in sorted(latest)]
@@ -210,7 +212,8 @@ def make_environment(log_dir: str) -> dict[str, str]:
     """Returns the environment of the script."""
     variables = dict(os.environ)
     variables["PADDLE_LOG_DIR"] = log_dir
-    variables.pop(BACKUP_VARIABLE, None)  # what forget_environment has removed
+    # `forget_environment` has removed its file.
+    variables.pop(BACKUP_VARIABLE, None)
     if variables.pop(CPU_VARIABLE, None):
         for name in ("FLAGS_selected_gpus", "FLAGS_selected_cpus"):
             variables.pop(name, None)

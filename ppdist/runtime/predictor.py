@@ -481,10 +481,9 @@ class OpenVinoGraph:
     """
 
     def __init__(self, file: Path, threads: int, bfloat16: bool = False) -> None:
+        # Without the hint OpenVINO may choose bf16 by itself.
         self._settings = {
-            "INFERENCE_PRECISION_HINT": "bf16"
-            if bfloat16
-            else "f32",  # else OpenVINO may choose bf16
+            "INFERENCE_PRECISION_HINT": "bf16" if bfloat16 else "f32",
             "INFERENCE_NUM_THREADS": threads,
             "PERFORMANCE_HINT": "LATENCY",
             "ENABLE_CPU_PINNING": False,
