@@ -66,7 +66,7 @@ def with_retries(
     seconds = _START_SECONDS if seconds is None else seconds
     began, reported = 0.0, quiet
     pauses: Iterator[float] | None = None
-    outside = _inside.set(True)
+    token = _inside.set(True)
     try:
         while True:
             try:
@@ -89,7 +89,7 @@ def with_retries(
                 _LOGGER.warning("%s%s; waiting for up to %.0f s", place, outage.what, seconds)
             pause(pause_seconds, outage)
     finally:
-        _inside.reset(outside)
+        _inside.reset(token)
     if reported and not quiet:
         _LOGGER.info("storage can be read again, after %.0f s", time.monotonic() - began)
     return result

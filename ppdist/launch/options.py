@@ -342,7 +342,7 @@ def refuse_stale_environment(environment: Mapping[str, str]) -> None:
 def job_token(environment: Mapping[str, str]) -> str:
     """Reads the token of the job; "" where none was given.
 
-    Raises: LaunchError: strangers can read it or find it by trying.
+    Raises: LaunchError: other users can read its file, or it is too short to be safe.
     """
     token, where = environment.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE
     name = environment.get(TOKEN_FILE_VARIABLE, "")

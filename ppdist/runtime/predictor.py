@@ -371,12 +371,12 @@ def _select_boxes(
             if len(selected) == max_detections:
                 break
             worse = slice(best + 1, ends_P[best])
-            wide = np.minimum(x2_P[worse], x2_P[best]) - np.maximum(x1_P[worse], x1_P[best])
-            tall = np.minimum(y2_P[worse], y2_P[best]) - np.maximum(y1_P[worse], y1_P[best])
-            inter = wide * tall
-            iou = inter / (area_P[best] + area_P[worse] - inter)
+            width = np.minimum(x2_P[worse], x2_P[best]) - np.maximum(x1_P[worse], x1_P[best])
+            height = np.minimum(y2_P[worse], y2_P[best]) - np.maximum(y1_P[worse], y1_P[best])
+            intersection = width * height
+            iou = intersection / (area_P[best] + area_P[worse] - intersection)
             # Two boxes without an area at one place have no IoU; one of them is dropped.
-            suppressed_P[worse] |= ~((iou <= threshold) | (wide < 0) | (tall < 0))
+            suppressed_P[worse] |= ~((iou <= threshold) | (width < 0) | (height < 0))
     return selected
 
 
