@@ -140,7 +140,7 @@ CARRIES = {
     "ppdist.models.rtdetr": (21, 3900),
     "ppdist.data.image": (7, 1850),
     "ppdist.data.transforms.pipeline": (23, 5700),
-    "ppdist.data.loading.loader": (50, 11550),
+    "ppdist.data.loading.loader": (50, 11650),
     "ppdist.engine.train_step": (36, 5800),
     "ppdist.engine.trainer": (72, 12500),
 }
