@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.experiment import load_config
 from ppdist.config.train import MicroBatches
-from ppdist.data.datasets.annotations import quietly
+from ppdist.data.datasets.annotations import ignore_issue
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import convert
 from ppdist.data.loading.loader import TrainLoader
@@ -47,7 +47,7 @@ def measure_storage(
     spread.
     """
     with tempfile.TemporaryDirectory() as scratch, _server():
-        raw = read_raw(config, "train", quietly)
+        raw = read_raw(config, "train", ignore_issue)
         for name, shard_bytes in (("files", None), ("shards", 2_000_000)):
             out = Path(scratch, name)
             convert(raw, "coco", out, images="copy", split="train", shard_bytes=shard_bytes)

@@ -48,7 +48,7 @@ SEAM = "ppdist.distributed"  # the only importer of paddle.distributed
 PRIVATE_PADDLE = "ppdist.distributed.paddle_api"  # alone names what Paddle does not promise to keep
 PADDLES_INSIDE = ("paddle.base", "paddle.framework.core")
 # Private attributes that are not Paddle's: of named tuples, of os, of a trial of Optuna.
-OTHERS_PRIVATE = {"_replace", "_asdict", "_exit", "_trial_id"}
+OTHERS_PRIVATE = {"_replace", "_asdict", "_fields", "_exit", "_trial_id"}
 BUILD = "ppdist.engine.build"  # alone sees data, models, losses and optimizer together
 # Whatever draws or judges a run.  Up to the engine only those know it that put a run together.
 DRAWS = (
@@ -139,8 +139,8 @@ CARRIES = {
     "ppdist.models.yolov5": (16, 2700),
     "ppdist.models.rtdetr": (21, 3900),
     "ppdist.data.image": (7, 1850),
-    "ppdist.data.transforms.pipeline": (23, 5700),
-    "ppdist.data.loading.loader": (50, 11650),
+    "ppdist.data.transforms.pipeline": (23, 5750),
+    "ppdist.data.loading.loader": (50, 11750),
     "ppdist.engine.train_step": (36, 5800),
     "ppdist.engine.trainer": (72, 12500),
 }
@@ -353,7 +353,7 @@ OTHER_WRITERS = {
     },
     "to what is open already, to /dev/null, to /proc, or with O_NOFOLLOW": {
         *("common/process.py:flush", "data/cache.py:_take_memory"),
-        *("data/cache.py:_memory_of_host", "data/checks/images.py:_serve"),
+        *("data/cache.py:_open_host_memory", "data/checks/images.py:_serve"),
         "distributed/shm_allreduce.py:join",
         "launch/cli.py:_open_streams",
     },

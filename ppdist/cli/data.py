@@ -164,14 +164,14 @@ def check_splits(config: "ExperimentConfig", *, fast: bool, workers: int = 0) ->
 
 def verdict(config: "ExperimentConfig", report: "Report") -> int:
     """Prints whether the splits can be used, and returns the exit code."""
-    from ppdist.data.datasets.build import set_of_raw
+    from ppdist.data.datasets.build import dataset_from_raw
     from ppdist.engine.suitability import findings_of
 
     if report.errors:
         print(f"{report.errors} errors: training stops, or loses images", file=sys.stderr)
         return 2
     sets = [
-        set_of_raw(config.data, split, report.splits[split].raw, config.model.num_classes)
+        dataset_from_raw(config.data, split, report.splits[split].raw, config.model.num_classes)
         for split in SPLITS
     ]
     for finding in findings_of(config, *sets):
@@ -194,7 +194,7 @@ def writable_format(word: str) -> str:
 def write_fixed(arguments: argparse.Namespace, data_format: str, report: "Report") -> None:
     """Writes the clean copy (COCO unless the set is YOLO) and prints what was fixed."""
     from ppdist.data.checks.clean_copy import clean_copy
-    from ppdist.data.datasets.convert import Format, snippet
+    from ppdist.data.datasets.convert import Format, conversion_section
 
     files = arguments.image_files
     written: Format = "yolo" if data_format == "yolo" else "coco"
@@ -204,7 +204,7 @@ def write_fixed(arguments: argparse.Namespace, data_format: str, report: "Report
     for line in cleaned.lines:
         print(f"fixed: {line}")
     say_how_to_train(arguments.fix)
-    print(snippet(cleaned.raws, written, arguments.fix, images=files), end="")
+    print(conversion_section(cleaned.raws, written, arguments.fix, images=files), end="")
 
 
 def say_how_to_train(out: Path) -> None:
@@ -219,11 +219,11 @@ def say_how_to_train(out: Path) -> None:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    from ppdist.data.datasets.annotations import Strictly
+    from ppdist.data.datasets.annotations import IssueLog
     from ppdist.data.datasets.build import read_raw
+    from ppdist.data.datasets.convert import conversion_section, list_targets, remove_on_failure
     from ppdist.data.datasets.convert import convert as write
-    from ppdist.data.datasets.convert import removed_on_failure, snippet, targets_of
-    from ppdist.data.datasets.foreign import read_foreign, tool_of
+    from ppdist.data.datasets.foreign import detect_tool, read_foreign
     from ppdist.data.types import RawSet
 
     kind, files = arguments.to, arguments.image_files
@@ -233,9 +233,9 @@ def convert(arguments: argparse.Namespace) -> int:
             "annotation, and one file is fast in any store",
             code="options_conflict",
         )
-    strictly = Strictly()
+    strictly = IssueLog()
     raws: dict[str, RawSet]
-    if arguments.data and tool_of(Path(arguments.data)):
+    if arguments.data and detect_tool(Path(arguments.data)):
         raws = read_foreign(Path(arguments.data), strictly)
     else:
         config = load(arguments).data
@@ -243,23 +243,23 @@ def convert(arguments: argparse.Namespace) -> int:
     strictly.report(*raws.values())
     written: list[Path] = []
     # A copy that fails half way would look like a whole data set.
-    with removed_on_failure(written):
+    with remove_on_failure(written):
         for split, raw in raws.items():
             lines = write(
                 raw, kind, arguments.out, images=files, split=split, shard_bytes=arguments.shards
             )
-            written += targets_of(arguments.out, kind, files, split)
+            written += list_targets(arguments.out, kind, files, split)
             objects = sum(len(image.objects) for image in raw.images)
             print(f"{split}: {raw.source}: {len(raw.images)} images, {objects} objects")
             print("".join(f"  lost or changed: {line}\n" for line in lines), end="")
     say_how_to_train(arguments.out)
-    print(snippet(raws, kind, arguments.out, images=files), end="")
+    print(conversion_section(raws, kind, arguments.out, images=files), end="")
     return 0
 
 
 def stats(arguments: argparse.Namespace) -> int:
     from ppdist.common.files import make_folder, make_parent, write_json
-    from ppdist.data.checks.statistics import class_rows, objects_of, overview, summary
+    from ppdist.data.checks.statistics import class_rows, collect_objects, overview_lines, summarize
     from ppdist.data.datasets.build import check_same_classes, read_split
     from ppdist.engine.suitability import findings_of
 
@@ -272,17 +272,17 @@ def stats(arguments: argparse.Namespace) -> int:
     check_same_classes(*sets.values())
     boxes = config.data.task == "detect"
     objects = {
-        split: objects_of(dataset, config.model.image_size, config.data.resize)
+        split: collect_objects(dataset, config.model.image_size, config.data.resize)
         for split, dataset in sets.items()
     }
     report = {
-        split: summary(dataset, objects[split], boxes=boxes) for split, dataset in sets.items()
+        split: summarize(dataset, objects[split], boxes=boxes) for split, dataset in sets.items()
     }
     for split, dataset in sets.items():
         print(f"{split}: {dataset.source}" + (f" ({dataset.limited})" if dataset.limited else ""))
     for finding in findings_of(config, sets["train"], sets["val"]):
         print(f"warning: {finding.text}")
-    overviews = zip(*(overview(counts) for counts in report.values()))
+    overviews = zip(*(overview_lines(counts) for counts in report.values()))
     print_table(["", *sets], [[quantity, train, val] for (quantity, train), (_, val) in overviews])
     columns = [
         f"{quantity}, {split}" for split in sets for quantity in ("objects", "images")[not boxes :]
@@ -356,41 +356,41 @@ def show(arguments: argparse.Namespace) -> int:
 def split(arguments: argparse.Namespace) -> int:
     from ppdist.data.datasets.build import read_split
     from ppdist.data.datasets.convert import (
-        absent_classes,
+        data_section,
         divide,
-        folds_of,
-        groups_of_one_content,
-        rows_of_parts,
-        settings,
-        shares_of,
+        find_absent_classes,
+        group_by_content,
+        make_folds,
+        parse_shares,
+        table_of_parts,
         write_parts,
     )
 
     if arguments.folds:
         shares = {f"fold{fold + 1}": 1 / arguments.folds for fold in range(arguments.folds)}
-        parts_of_list = folds_of(arguments.folds)
+        parts_of_list = make_folds(arguments.folds)
     else:
-        shares = shares_of(arguments.parts)
+        shares = parse_shares(arguments.parts)
         parts_of_list = {name: {part} for part, name in enumerate(shares)}
     config = load(arguments).data.model_copy(update={"val_fraction": None})  # all of it
-    dataset = read_split(config, "train", whole=True)
-    group_N = groups_of_one_content([record.path for record in dataset.records])
+    dataset = read_split(config, "train", all_images=True)
+    group_N = group_by_content([record.path for record in dataset.records])
     classes = [record.labels_M[~record.crowd_M] for record in dataset.records]
     part_N = divide(classes, group_N, [*shares.values()], arguments.seed)
     files = write_parts(config, dataset, part_N, parts_of_list, arguments.out)
     print(f"{dataset.source}: images of each class")
     part_titles = [f"{name} ({part:.4g})" for name, part in shares.items()]
-    print_table(["class", "all", *part_titles], rows_of_parts(dataset, part_N, len(shares)))
+    print_table(["class", "all", *part_titles], table_of_parts(dataset, part_N, len(shares)))
     copies = len(group_N) - len(set(group_N.tolist()))
     if copies:
         print(f"{copies} images are duplicates; each stays in the same part as its original")
     for file in files:
         print(f"wrote {file}")
     print(
-        f"to train and evaluate with them:\n{settings(config, dataset, files, [*parts_of_list])}",
+        f"to train and evaluate with them:\n{data_section(config, dataset, files, [*parts_of_list])}",
         end="",
     )
-    absent = absent_classes(dataset, part_N, [*shares])
+    absent = find_absent_classes(dataset, part_N, [*shares])
     if absent:
         process.warn(f"no image of {', '.join(absent)}")
     return 0
@@ -398,7 +398,7 @@ def split(arguments: argparse.Namespace) -> int:
 
 def anchors(arguments: argparse.Namespace) -> int:
     """Prints how well the anchors fit the training set, and fitted ones that do better."""
-    from ppdist.data.checks.statistics import fit_anchors, refit, sizes_in_input
+    from ppdist.data.checks.statistics import fit_anchors, refit_if_needed, sizes_in_input
     from ppdist.data.datasets.build import read_split
     from ppdist.engine.build import build_model
     from ppdist.models.weights import load_weights
@@ -439,9 +439,8 @@ def anchors(arguments: argparse.Namespace) -> int:
     if config.model.anchors:
         print("training would keep the present anchors (model.anchors)")
     else:
-        print(
-            f"training would find: {refit(wh_N2, before_LA2, threshold=threshold, seed=seed).told}"
-        )
+        refit = refit_if_needed(wh_N2, before_LA2, threshold=threshold, seed=seed)
+        print(f"training would find: {refit.message}")
     return 0
 
 

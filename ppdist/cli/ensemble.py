@@ -88,7 +88,7 @@ def fuse(arguments: argparse.Namespace) -> None:
     models = [split_model(text) for text in arguments.model]
     from ppdist.common.files import make_folder
     from ppdist.config.experiment import load_config
-    from ppdist.data.datasets.build import limits
+    from ppdist.data.datasets.build import limit_notes
     from ppdist.distributed import comm
     from ppdist.lab.ensemble import fuse as fusing
 
@@ -98,7 +98,7 @@ def fuse(arguments: argparse.Namespace) -> None:
     comm.init(configs[0].device, configs[0].distributed)
     comm.run_on_main(lambda: make_folder(out))  # not only when the work is done
     dataset = comm.run_on_all_ranks(lambda: fusing.read_common_set(files, configs))
-    for line in limits(dataset):
+    for line in limit_notes(dataset):
         tell(line)
     max_detections = max(config.evaluate.max_detections for config in configs)
     members = []
@@ -164,7 +164,7 @@ def split_model(text: str) -> tuple[str, Path]:
 def average(arguments: argparse.Namespace) -> None:
     from ppdist.common.manifest import CARD_NOTE
     from ppdist.config.experiment import load_config
-    from ppdist.data.datasets.build import limits, read_split
+    from ppdist.data.datasets.build import limit_notes, read_split
     from ppdist.distributed import comm
     from ppdist.lab.ensemble import model_soup
     from ppdist.models.model_card import average_of, card_of
@@ -178,7 +178,7 @@ def average(arguments: argparse.Namespace) -> None:
     train_set = comm.run_on_all_ranks(
         lambda: read_split(config.data, "train", config.model.num_classes)
     )
-    for line in limits(train_set):
+    for line in limit_notes(train_set):
         tell(line)
     images = model_soup.average(
         config, model, arguments.weights, train_set=train_set, images=arguments.images

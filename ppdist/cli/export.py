@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    from ppdist.data.datasets.annotations import read_names
+    from ppdist.data.datasets.annotations import read_class_names
     from ppdist.distributed import comm
     from ppdist.engine.build import build_model
     from ppdist.export.run import export_weights
@@ -84,7 +84,7 @@ def main() -> int:
         calibration=arguments.calibration or CALIBRATION,
         int8_loss=INT8_LOSS if arguments.int8_loss is None else arguments.int8_loss,
     )
-    names = read_names(arguments.class_names) if arguments.class_names else ()
+    names = read_class_names(arguments.class_names) if arguments.class_names else ()
     out = arguments.out or default_folder(Path(arguments.weights), "export")
     report = export_weights(
         config, build_model(config), Path(arguments.weights), out, options, process.warn, names

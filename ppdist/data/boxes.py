@@ -4,7 +4,7 @@ import numpy as np
 
 
 def box_area(boxes: np.ndarray) -> np.ndarray:
-    """Area [...] of boxes [..., 4]; 0 where a side is negative.
+    """Computes the area [...] of boxes [..., 4]; 0 if a side is negative.
 
     Args: boxes: xyxy in any one unit.
     """
@@ -13,9 +13,9 @@ def box_area(boxes: np.ndarray) -> np.ndarray:
 
 
 def box_iou(a_N4: np.ndarray, b_M4: np.ndarray) -> np.ndarray:
-    """IoU [N, M] of all pairs; 0 where neither has an area.
+    """Computes the IoU [N, M] of all pairs of boxes; 0 if neither has an area.
 
-    Args: both xyxy, in the same unit.
+    Args: a_N4, b_M4: xyxy, in the same unit.
     """
     low_NM2 = np.maximum(a_N4[:, None, :2], b_M4[None, :, :2])
     high_NM2 = np.minimum(a_N4[:, None, 2:], b_M4[None, :, 2:])

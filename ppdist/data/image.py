@@ -1,11 +1,10 @@
-"""Pictures to pixels as uint8 RGB, by one rule; headers of files.
+"""Conversion of images to uint8 RGB, by one rule; headers of files.
 
-    read_image, decode_image     a file, or its bytes
-    of_array, of_pillow          what Python holds
+    read_image, decode_image         a file, or its bytes
+    convert_array, convert_pillow    arrays and Pillow images
 
-Grey becomes three equal channels, of 16 bits the upper 8 count, transparency is ignored, and EXIF
-alone says how a picture is turned.  `ppdist.runtime.decoder` looks at the structure of a
-file before a decoder sees it.
+Grey becomes three equal channels, 16 bits become their upper 8, transparency is ignored, and only
+EXIF turns an image.  `ppdist.runtime.decoder` checks the structure of a file before it is decoded.
 """
 
 import os
@@ -40,7 +39,7 @@ from ppdist.runtime.decoder import (
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file name is an image's, and not hidden like `._a.jpg`."""
+    """Returns True if a file name is that of an image, and not hidden like `._a.jpg`."""
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
@@ -59,27 +58,30 @@ def read_image(
 ) -> np.ndarray:
     """Reads an image upright by EXIF, as uint8 RGB [H, W, 3].
 
-    `decode` says what its pixels become.  Pixels that a cut file lacks are never made up; damage
-    amid a JPEG shows in its picture alone, and `ppdist.data.checks.images` finds it.
+    See `decode` for the conversion.  Missing pixels of a truncated file are never invented.  Damage
+    within a JPEG shows only in its pixels; `ppdist.data.checks.images` finds it.
 
     Args:
-        size: the (height, width) it must have; an image that has it without being turned stays.
-        reduced: 2, 4, 8: a half, quarter or eighth of each side, rounded up.  A JPEG is decoded so,
-            which is three times as fast and averages the pixels left out.
-        note_dark: called where DARK holds, which no header tells.
+        size: expected (height, width); an image that has it before EXIF is applied is not turned.
+        reduced: 2, 4, 8: a half, quarter or eighth of each side, rounded up.  A JPEG is decoded at
+            that size, which is three times as fast and averages the pixels.
+        note_dark: called if DARK applies, which no header shows.
         opener: of the file; see `DetectionSet`.
-    Raises: DataError: absent, unreadable, damaged, cut short, of more than MOST_PIXELS, or of
-        another size (within `reduced` pixels).
+    Raises: DataError: missing, unreadable, damaged, truncated, more than MOST_PIXELS, or of another
+        size (within `reduced` pixels).
     """
     content = read_content(path, opener)
-    found = damage(content)
-    if found is not None:
-        raise DataError(found.text, code=found.code, where=str(path))
-    if reduced > 1 and content.startswith(JPEG) and not _turns_unnoticed(size, reduced):
+    problem = damage(content)
+    if problem is not None:
+        raise DataError(problem.text, code=problem.code, where=str(path))
+    # A reduced size that fits both ways does not show if EXIF turned the image; then the full size
+    # decides.
+    if reduced > 1 and content.startswith(JPEG) and not _is_turn_ambiguous(size, reduced):
         image_HW3 = _decode(path, content, reduced)
         if size is None or image_HW3.shape[:2] == _reduced_size(size, reduced):
             return image_HW3
     image_HW3 = _decode(path, content)
+    # Some tools annotate the stored pixels of an image that EXIF turns.
     if size is not None and image_HW3.shape[:2] != size:
         image_HW3 = _decode(path, content, upright=False)
     height, width = image_HW3.shape[:2]
@@ -98,20 +100,20 @@ def read_image(
 
 
 def decode_image(content: bytes, name: str) -> np.ndarray:
-    """The image in these bytes of a file, as `read_image` gives it.
+    """Decodes the bytes of an image file, as `read_image` does.
 
-    Raises: DataError: not an image, damaged, cut short, or of more than MOST_PIXELS.
+    Raises: DataError: not an image, damaged, truncated, or more than MOST_PIXELS.
     """
-    found = damage(content)
-    if found is not None:
-        raise DataError(found.text, code=found.code, where=name)
+    problem = damage(content)
+    if problem is not None:
+        raise DataError(problem.text, code=problem.code, where=name)
     return _decode(name, content)
 
 
-def of_array(array: np.ndarray) -> np.ndarray:
+def convert_array(array: np.ndarray) -> np.ndarray:
     """Converts an array to uint8 RGB [H, W, 3], copied if necessary.
 
-    Args: array: uint8 or uint16 [H, W] or [H, W, C]: C of grey 1 or 2, of RGB 3 or 4.
+    Args: array: uint8 or uint16 [H, W] or [H, W, C]; C is 1 or 2 for grey, 3 or 4 for RGB.
     Raises: DataError: of another type or shape.
     """
     image = array[:, :, None] if array.ndim == 2 else array
@@ -144,7 +146,7 @@ _TURNS = {
 }  # fmt: skip
 
 
-def of_pillow(picture: Image.Image) -> np.ndarray:
+def convert_pillow(picture: Image.Image) -> np.ndarray:
     """Converts a Pillow image to the pixels `read_image` gives.
 
     Raises: DataError: of another kind of pixels, of more than MOST_PIXELS, or damaged.
@@ -158,28 +160,31 @@ def of_pillow(picture: Image.Image) -> np.ndarray:
     try:
         picture.load()
     except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{error}", code="image_unreadable", where=_name_of(picture)) from error
+        raise DataError(
+            f"{error}", code="image_unreadable", where=_picture_name(picture)
+        ) from error
     turn = _TURNS.get(_orientation(picture.info.get("exif", b"")))
-    if turn is not None and not isinstance(picture, TiffImagePlugin.TiffImageFile):  # turned it
+    # Pillow has turned a TIFF already.
+    if turn is not None and not isinstance(picture, TiffImagePlugin.TiffImageFile):
         picture = picture.transpose(turn)
     mode, of_16_bits = picture.mode, picture.format in ("PNG", "PPM")  # older Pillows: mode I
     if mode in _PILLOW_KINDS and not (mode == "I" and of_16_bits):
         raise DataError(
             f"a Pillow image with {_PILLOW_KINDS[mode]} (mode {mode})",
             code="pixel_kind",
-            where=_name_of(picture),
+            where=_picture_name(picture),
             fix="choose the black and white values, then convert it to mode L or RGB",
         )
     if mode.startswith("I"):
-        return of_array(np.asarray(picture).astype(np.uint16))
+        return convert_array(np.asarray(picture).astype(np.uint16))
     if mode == "CMYK" and picture.format in ("JPEG", "MPO"):
-        return _of_cmyk(np.asarray(picture))
+        return _convert_cmyk(np.asarray(picture))
     if mode in _PILLOW_STEPS:
         picture = picture.convert(_PILLOW_STEPS[mode])
     return np.array(picture.convert("RGB"))
 
 
-def _of_cmyk(image_HW4: np.ndarray) -> np.ndarray:
+def _convert_cmyk(image_HW4: np.ndarray) -> np.ndarray:
     """Converts CMYK to RGB as OpenCV does for JPEG.
 
     libtiff converts CMYK TIFFs as Pillow does.
@@ -188,12 +193,12 @@ def _of_cmyk(image_HW4: np.ndarray) -> np.ndarray:
     return (white_HW1 - (ink_HW3 * white_HW1 >> 8)).astype(np.uint8)
 
 
-def _name_of(picture: Image.Image) -> str:
+def _picture_name(picture: Image.Image) -> str:
     return str(getattr(picture, "filename", "") or "a picture of Pillow")
 
 
-def reduction(scale: float) -> int:
-    """Reduction (1, 2, 4 or 8) for an image shown at `scale`.
+def choose_reduction(scale: float) -> int:
+    """Returns the largest reduction (1, 2, 4 or 8) for an image shown at `scale`.
 
     Args: scale: shown size / size of the image.
     """
@@ -204,8 +209,8 @@ def _reduced_size(size: tuple[int, int], factor: int) -> tuple[int, int]:
     return -(-size[0] // factor), -(-size[1] // factor)
 
 
-def _turns_unnoticed(size: tuple[int, int] | None, factor: int) -> bool:
-    """Whether the reduced image, turned, would have the same size."""
+def _is_turn_ambiguous(size: tuple[int, int] | None, factor: int) -> bool:
+    """Returns True if the reduced image has the same size with and without its turn."""
     if size is None or size[0] == size[1]:
         return False
     return _reduced_size(size, factor) == _reduced_size(size[::-1], factor)
@@ -250,7 +255,7 @@ _READERS: tuple[tuple[bytes, Any], ...] = (
 
 
 class ImageHeader(NamedTuple):
-    """Header of an image.
+    """The header of an image.
 
     width, height: pixels as they are stored.  orientation: 1 to 8, of EXIF.
     """
@@ -261,38 +266,38 @@ class ImageHeader(NamedTuple):
 
     @property
     def stored(self) -> tuple[int, int]:
-        """(width, height) before it is turned."""
+        """Returns (width, height) before it is turned."""
         return self.width, self.height
 
     @property
     def upright(self) -> tuple[int, int]:
-        """(width, height) once turned, as `read_image` gives it."""
+        """Returns (width, height) once turned, as `read_image` returns it."""
         return self.stored if self.orientation < 5 else (self.height, self.width)
 
 
 def image_size(path: str | Path, opener: Opener = DISK) -> tuple[int, int] | None:
-    """(width, height) upright; None: absent, or no image we can read."""
+    """Returns (width, height) upright; None: missing, or not an image that can be read."""
     header = read_header(path, opener)
     return None if header is None else header.upright
 
 
 def read_header(path: str | Path, opener: Opener = DISK) -> ImageHeader | None:
-    """Reads an image header as OpenCV does; None: absent or not readable.
+    """Reads an image header as OpenCV does; None: missing or not readable.
 
-    No pixel is decoded, whatever the size: 0.05 to 0.2 ms.  An orientation in XMP alone does not
-    count, as it does not when the image is read.
+    Decodes no pixel, so it takes 0.05 to 0.2 ms whatever the size.  An orientation in XMP alone is
+    ignored, as it is when the image is read.
     """
     try:
         with opener.open(path) as file:
-            found = _header_of_png(file) if file.read(8) == PNG else _header_by_pillow(file)
+            header = _png_header(file) if file.read(8) == PNG else _pillow_header(file)
     except StorageError:
         raise
     except Exception:  # Pillow's readers raise nearly anything for damaged files
         return None
-    return found if found.width > 0 and found.height > 0 else None
+    return header if header.width > 0 and header.height > 0 else None
 
 
-def _header_of_png(file: BinaryIO) -> ImageHeader:
+def _png_header(file: BinaryIO) -> ImageHeader:
     """Reads the header from PNG chunks.
 
     eXIf may come last; Pillow would decode the pixels to find it.
@@ -309,19 +314,19 @@ def _header_of_png(file: BinaryIO) -> ImageHeader:
         length, kind = struct.unpack(">I4s", head)
     if kind == b"eXIf":
         content = file.read(length)
-        # As libpng, which passes over a chunk with a wrong sum.
+        # As libpng does, which ignores a chunk with a wrong checksum.
         if file.read(4) == struct.pack(">I", zlib.crc32(kind + content)):
             orientation = _orientation(content)
     return ImageHeader(width, height, orientation)
 
 
-def _header_by_pillow(file: BinaryIO) -> ImageHeader:
+def _pillow_header(file: BinaryIO) -> ImageHeader:
     file.seek(0)
     start = file.read(66)
-    if tiff := tiff_of(lambda at, count: _read_at(file, at, count)):
+    if tiff := tiff_of(lambda offset, count: _read_at(file, offset, count)):
         if unread_pixels(tiff):
             raise ValueError("a TIFF that is not read")
-        return ImageHeader(tiff.width, tiff.height, _valid(tiff.orientation))
+        return ImageHeader(tiff.width, tiff.height, _valid_orientation(tiff.orientation))
     file.seek(0)
     reader = next((reader for sign, reader in _READERS if start.startswith(sign)), Image.open)
     with reader(file) as image:
@@ -329,22 +334,22 @@ def _header_by_pillow(file: BinaryIO) -> ImageHeader:
         return ImageHeader(width, height, _orientation(image.info.get("exif", b"")))
 
 
-def _read_at(file: BinaryIO, at: int, count: int) -> bytes:
-    file.seek(at)
+def _read_at(file: BinaryIO, offset: int, count: int) -> bytes:
+    file.seek(offset)
     return file.read(count)
 
 
 def _orientation(content: bytes) -> int:
-    """Orientation in the bytes of EXIF.
+    """Returns the orientation in the bytes of EXIF.
 
-    That of XMP, which Pillow's `getexif` takes, too, does not count.
+    Unlike Pillow's `getexif`, it ignores that of XMP.
     """
     if not content:
         return 1
     exif = Image.Exif()
     exif.load(content)
-    return _valid(exif.get(ExifTags.Base.Orientation, 1))
+    return _valid_orientation(exif.get(ExifTags.Base.Orientation, 1))
 
 
-def _valid(orientation: Any) -> int:
+def _valid_orientation(orientation: Any) -> int:
     return orientation if orientation in range(1, 9) else 1

@@ -26,8 +26,8 @@ from ppdist.config.train import AmpConfig, MicroBatches
 from ppdist.cpu.kernel_check import check_once
 from ppdist.cpu.precision import BFLOAT16, Kernels, compute_in
 from ppdist.cpu.switch import self_check, use_onednn
-from ppdist.data.checks.statistics import refit, sizes_in_input
-from ppdist.data.datasets.build import limits
+from ppdist.data.checks.statistics import refit_if_needed, sizes_in_input
+from ppdist.data.datasets.build import limit_notes
 from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, device, paddle_api
@@ -219,7 +219,7 @@ def decide_training(
     config, batches, lines = resolve_batch_size(config, records, data.images, start)
     messages.detail(lines)
     model = build_model(config)
-    messages.detail(limits(data.train_set, data.val_set))
+    messages.detail(limit_notes(data.train_set, data.val_set))
     findings = findings_of(config, data.train_set, data.val_set)
     if not anew:  # its checkpoint has weights
         findings = [finding for finding in findings if finding.code != DETR_FROM_SCRATCH]
@@ -466,9 +466,9 @@ def _fit_anchors(
 
     def fit() -> dict[str, Any]:
         wh_N2 = sizes_in_input(train_set, config.model.image_size, config.data.resize)
-        result = refit(wh_N2, before_LA2, threshold=threshold, seed=config.seed)
+        result = refit_if_needed(wh_N2, before_LA2, threshold=threshold, seed=config.seed)
         anchors = None if result.anchors_LA2 is None else result.anchors_LA2.tolist()
-        return {"anchors": anchors, "message": result.told}
+        return {"anchors": anchors, "message": result.message}
 
     report = comm.run_on_main(fit)
     log.detail(f"anchors: {report['message']}")

@@ -18,11 +18,11 @@ from ppdist.common.files import digest_of_file
 from ppdist.common.machine import available_cores
 from ppdist.common.opener import Opener
 from ppdist.config.data import DataConfig, SamplingConfig
-from ppdist.data.checks.before_training import Checked, check_before_training, look_at_all
+from ppdist.data.checks.before_training import Checked, check_before_training, map_in_threads
 from ppdist.data.datasets.annotation_cache import read_on_host
-from ppdist.data.datasets.build import check_same_classes, read_split, same_sets
+from ppdist.data.datasets.build import check_same_classes, describe_same_sets, read_split
 from ppdist.data.loading.loader import TrainLoader
-from ppdist.data.loading.sampler import TrainSampler, copies, difficulty, epoch_size
+from ppdist.data.loading.sampler import TrainSampler, difficulty, epoch_size, expected_copies
 from ppdist.data.transforms.pipeline import require_outlines
 from ppdist.data.types import Batch, DetectionSet, ImageRecord, ImagesUnavailable, Records
 from ppdist.distributed import comm, heartbeat
@@ -57,7 +57,7 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
     cores = max(1, int(available_cores()))  # rank 0 checks the images, the others wait
     # Twice as many: even with a local disk, a child waits for it half of the time.
     checked = check_before_training(config, train_set, val_set, workers=2 * cores)
-    warning = same_sets(config) if evaluate else ""
+    warning = describe_same_sets(config) if evaluate else ""
     return checked._replace(lines=(*checked.lines, warning)) if warning else checked
 
 
@@ -88,7 +88,7 @@ def read_unshared(
 
 def images_of_epoch(dataset: DetectionSet, config: SamplingConfig) -> int:
     """Counts the samples of an epoch over all ranks."""
-    copies_N = copies(dataset, config, None)
+    copies_N = expected_copies(dataset, config, None)
     return len(dataset.records) if copies_N is None else epoch_size(copies_N)
 
 
@@ -133,7 +133,7 @@ class BatchSource:
             start_step=0,
             end_step=schedule.total_steps,
             sizes=sizes,
-            copies_N=copies(dataset, config.sampling, None),
+            copies_N=expected_copies(dataset, config.sampling, None),
             last_from=schedule.step_of_last(plain) if plain else None,
             last_size=plain_size,
         )
@@ -176,7 +176,7 @@ class BatchSource:
     def _plan(self, first_step: int, scores: ClassScores | None) -> TrainSampler:
         sampler = replace(self._sampler, start_step=first_step, parts=self.parts)
         if self.follows_scores and scores is not None:
-            copies_N = copies(self._dataset, self._sampling, difficulty(scores).tolist())
+            copies_N = expected_copies(self._dataset, self._sampling, difficulty(scores).tolist())
             sampler = replace(sampler, copies_N=copies_N)
         return sampler
 
@@ -377,10 +377,12 @@ def _find_differing_images(
         progress = Progress(_LOGGER, "comparing images across hosts", len(records) + len(chosen_K))
         marks_M = np.concatenate(
             [
-                look_at_all(
+                map_in_threads(
                     lambda n: _count_bytes(records.path(n), opener), len(records), progress
                 ),
-                look_at_all(lambda k: _digest(records.path(chosen_K[k])), len(chosen_K), progress),
+                map_in_threads(
+                    lambda k: _digest(records.path(chosen_K[k])), len(chosen_K), progress
+                ),
             ]
         )
     digest = hashlib.blake2b(marks_M.tobytes(), digest_size=16).hexdigest()

@@ -6,7 +6,7 @@ Training, its dry run, evaluation, `ppdist data check` and the verdict at the en
 import numpy as np
 
 from ppdist.config.experiment import ExperimentConfig
-from ppdist.data.checks.statistics import crowding, objects_of
+from ppdist.data.checks.statistics import collect_objects, describe_crowding
 from ppdist.data.types import DetectionSet, Records
 from ppdist.metrics.findings import BEYOND_QUERIES, DETR_FROM_SCRATCH, TINY_OBJECTS, Finding
 from ppdist.models.model_card import fitting_weights
@@ -49,14 +49,16 @@ def findings_of(
     scored = val or train
     if scored is not None:
         limits = config.evaluate.max_detections, config.suppression.keep
-        findings += [Finding("objects_crowded", line) for line in crowding(scored, *limits)]
+        findings += [
+            Finding("objects_crowded", line) for line in describe_crowding(scored, *limits)
+        ]
     return findings
 
 
 def _find_tiny_objects(config: ExperimentConfig, train: DetectionSet) -> list[Finding]:
     """Warns if many objects are smaller than a cell of the finest feature map."""
     size = config.model.image_size
-    objects = objects_of(train, size, config.data.resize)
+    objects = collect_objects(train, size, config.data.resize)
     usable_M = ~objects.crowd_M & (objects.sizes_N2[objects.image_M] > 0).all(1)
     side_M = objects.input_M2[usable_M].min(1, initial=np.inf)
     share = float((side_M < _CELL).mean()) if len(side_M) else 0.0

@@ -21,7 +21,7 @@ from ppdist.config.data import Resize
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.transforms.classification import resize_centre
-from ppdist.data.transforms.geometry import fitted, resize_for_evaluation
+from ppdist.data.transforms.geometry import fit_image, resize_for_evaluation
 from ppdist.export.spec import SPEC_FILE, InferenceSpec, ModelFileSection, read_spec
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.base import Detector
@@ -225,7 +225,7 @@ def detect(
     """
     rows_R6 = predict(prepare(image_HW3, size, resize)[None])[0].copy()
     height, width = image_HW3.shape[:2]
-    left, top, right, bottom = fitted(width, height, size, resize).target
+    left, top, right, bottom = fit_image(width, height, size, resize).target
     axes = (([2, 4], left, right, width), ([3, 5], top, bottom, height))
     for columns, start, end, extent in axes:
         rows_R6[:, columns] = (rows_R6[:, columns] - start) * (extent / (end - start))

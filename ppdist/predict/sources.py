@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image
 
 from ppdist.common.errors import DataError
-from ppdist.data.image import DARK, decode_image, of_array, of_pillow, read_content
+from ppdist.data.image import DARK, convert_array, convert_pillow, decode_image, read_content
 from ppdist.runtime.decoder import (
     IMAGE_SUFFIXES,
     has_sixteen_bits,
@@ -408,9 +408,9 @@ def as_image(image: Any) -> np.ndarray:
     Raises: DataError: none of these, or pixels of another kind.
     """
     if isinstance(image, Image.Image):
-        return warn_if_dark(of_pillow(image), image.mode.startswith("I"))
+        return warn_if_dark(convert_pillow(image), image.mode.startswith("I"))
     if isinstance(image, np.ndarray):
-        return warn_if_dark(of_array(image), image.dtype != np.uint8)
+        return warn_if_dark(convert_array(image), image.dtype != np.uint8)
     if isinstance(image, bytes | bytearray | memoryview):
         return decode_image(_within_limit(bytes(image), "bytes"), "bytes")
     if hasattr(image, "read"):

@@ -143,6 +143,7 @@ def local_copy(path: Path) -> Path:
             current = False
         if not current:
             _download_part(url, part, _check_address(url), _LOGGER.info, _TIMEOUT_SECONDS)
+            # The version last: a crash between the two only repeats the download.
             with writing(file):
                 part.replace(file)
                 replace_file(version, expected.encode())
@@ -191,6 +192,7 @@ def _locked_part(file: Path, say: Callable[[str], None]) -> Iterator[Path]:
                     reported = now
                     waited = f"({now - begin:.0f} s)"
                     say(f"waiting for another process that downloads {file.name} {waited}")
+                # Polls, as a lock that blocks would leave the user without a line.
                 time.sleep(0.1)
         except OSError:  # no locks on this file system: each downloads alone, from the start
             yield file.with_name(f"{file.name}.{os.getpid()}.part")
@@ -218,6 +220,7 @@ def _download_part(
             before = _part_size(part)
             continued, reason = _request_rest(url, part, fix, say, timeout)
             resumed = resumed or continued
+            # Only an attempt without progress counts as unavailable: a slow server may need many.
             if reason and _part_size(part) <= before:
                 raise unavailable(reason, url, "reach the server again")
             return continued, reason
@@ -238,6 +241,7 @@ def _request_rest(
     end of the file, "" if it did not.
     Raises: UserError: refused.
     """
+    # Not compressed: offsets and lengths have to be those of the file.
     headers, offset = {"Accept-Encoding": "identity", "User-Agent": "ppdist"}, 0
     if version := _version_of(part, url):
         offset = _part_size(part)
@@ -245,6 +249,7 @@ def _request_rest(
     try:
         with _open_url(url, headers, timeout) as response:
             resumed = response.status == http.client.PARTIAL_CONTENT
+            # Appending another range than requested would corrupt the file.
             if resumed and not response.headers.get("Content-Range", "").startswith(
                 f"bytes {offset}-"
             ):
@@ -283,6 +288,7 @@ def _length_of(response: Any, url: str, fix: str) -> int:
 
     Raises: UserError: it is not a file, or its length is unknown.
     """
+    # Login pages of networks answer every address, with status 200.
     if "text/html" in (response.headers.get("Content-Type") or ""):
         raise UserError(
             "the server sent a web page instead of the file: a login page of the network, or the "
@@ -323,6 +329,7 @@ def _copy(response: Any, part: Path, offset: int, total: int, say: Callable[[str
                 reported, rate = now, (offset - first) / 1e6 / (now - begin)
                 say(f"{part.stem}: {offset / 1e6:.1f} of {total / 1e6:.1f} MB, {rate:.1f} MB/s")
         with writing(part):
+            # Before the file is renamed: a power cut must not leave its name on missing bytes.
             os.fsync(output.fileno())
     return offset
 

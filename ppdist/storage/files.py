@@ -44,6 +44,8 @@ class StorageOpener(Opener):
             if place is None:
                 return super().read(text, most_bytes)
             return read_member(place, most_bytes)
+        # A server may not tell the size, so one byte more than allowed shows that there are too
+        # many.
         with self.open(text) as file:
             content = file.read(most_bytes + 1)
         if len(content) > most_bytes:

@@ -72,6 +72,7 @@ class ShardIndex:
             raise OSError(
                 errno.EINVAL, f"no index of shards: expected lines {','.join(_COLUMNS)}", where
             ) from error
+        # Sorted once, so that a look-up is a binary search without a Python object per image.
         order_N = np.argsort(digest_N)
         self._digest_N, self._span_N2 = digest_N[order_N], span_N2[order_N]
         self.mark = hashlib.blake2b(content, digest_size=8).hexdigest()
@@ -140,6 +141,7 @@ def open_member(place: Place) -> BinaryIO:
         return io.BytesIO(read_member(place, member.size))
     file = open_file(shard)
     try:
+        # The bytes of an outdated index would be those of another image, without any error.
         header = os.pread(file.fileno(), _HEADER_BYTES, member.offset - _HEADER_BYTES)
         _require_header(header, member, place)
         return io.BufferedReader(_Span(file, member.offset, member.size), 1 << 16)
@@ -239,6 +241,7 @@ class ShardWriter:
         Raises: UserError: the disk is full.
         """
         with writing(self._folder):
+            # Checked before an image, so that it is in the same shard as its annotation.
             if self._tar is None or self._tar.offset >= self._shard_bytes:
                 self._start_shard()
             tar = self._tar
@@ -258,6 +261,7 @@ class ShardWriter:
         with writing(self._folder / INDEX_FILE):
             if self._tar is not None:
                 self._tar.close()
+            # "x": an index that exists belongs to other shards.
             with open(self._folder / INDEX_FILE, "x", encoding="utf-8", newline="") as file:
                 csv.writer(file, lineterminator="\n").writerows([_COLUMNS, *self._rows])
         return self._shards

@@ -156,6 +156,7 @@ def fetch(
     entry = None if cache is None else cache.get(key)
     if entry is not None:
         mark, _, content = entry.partition(b"\n")
+        # The file in the store may have been replaced since it was cached.
         if mark == cache_mark(cached_identity(url)):
             return content
     end, identity = None if length is None else begin + length, Identity(0, "")
@@ -221,6 +222,7 @@ def _get_http(url: str, begin: int, end: int | None) -> tuple[bytes, Identity]:
     if end is not None:
         headers["Range"] = f"bytes={begin}-{end - 1}"
 
+    # fsspec returns only the content, but its mark has to be of the same response.
     async def get() -> tuple[bytes, str]:
         session, options = await filesystem.set_session(), dict(filesystem.kwargs)
         options["headers"] = {**options.get("headers", {}), **headers}
@@ -263,6 +265,7 @@ def _open_filesystem(protocol: str, url: str) -> Any:
         for library in ("botocore", "aiobotocore", "s3fs", "fsspec", "gcsfs"):
             # They log where they found credentials.
             logging.getLogger(library).setLevel(logging.ERROR)
+        # fsspec would cache file systems across forks, and listings until the process ends.
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         if protocol in ("s3", "s3a") and "config_kwargs" not in fsspec.config.conf.get("s3", {}):
             seconds = _settings.seconds
@@ -331,6 +334,7 @@ def _error_status(error: BaseException) -> tuple[int, str]:
         if isinstance(response, dict):  # botocore
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             code = str(response.get("Error", {}).get("Code", ""))
+            # Only a plain code, as any other text may contain credentials.
             return int(status or 0), code if re.fullmatch(r"[A-Za-z]{1,40}", code) else ""
         for holder in (response, cause):
             for attribute in ("status_code", "status", "code"):

@@ -12,7 +12,7 @@ from ppdist.config.data import DataConfig
 from ppdist.config.section import Task
 from ppdist.config.train import MicroBatches
 from ppdist.data.loading.loader import EvalLoader, TrainLoader
-from ppdist.data.loading.sampler import TrainSampler, copies
+from ppdist.data.loading.sampler import TrainSampler, expected_copies
 from ppdist.data.transforms.pipeline import require_outlines
 from ppdist.data.types import Batch, DetectionSet
 from ppdist.viz.draw import draw_boxes, draw_classes
@@ -51,7 +51,7 @@ def training_pictures(
         start_step=0,
         end_step=0,
         sizes=sizes,
-        copies_N=copies(dataset, config.sampling, None),
+        copies_N=expected_copies(dataset, config.sampling, None),
     )
     # The length of an epoch depends on data.sampling, so the first sampler only computes it.
     first = epoch * sampler.steps_per_epoch

@@ -26,7 +26,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import make_folder, write_whole
-from ppdist.data.checks.statistics import Objects, per_class
+from ppdist.data.checks.statistics import Objects, count_per_class
 from ppdist.data.image import read_image
 from ppdist.metrics.run import Numbers, Run
 from ppdist.storage.files import STORAGE
@@ -539,7 +539,7 @@ def plot_classes(
 
 def _draw_classes(splits: Mapping[str, Objects], class_names: Sequence[str], boxes: bool) -> Figure:
     """Draws objects (with boxes) and images of each class, the most common on top."""
-    counts = {name: per_class(objects, len(class_names)) for name, objects in splits.items()}
+    counts = {name: count_per_class(objects, len(class_names)) for name, objects in splits.items()}
     order_C = np.argsort(-next(iter(counts.values()))[0], kind="stable")
     fits_bars = len(class_names) <= _MOST_COUNT_BARS
     titles = {0: "objects of each class", 1: "images that show it"}

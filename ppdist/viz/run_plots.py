@@ -17,7 +17,7 @@ import numpy as np
 
 from ppdist.common.files import make_folder, require_no_link
 from ppdist.config.data import DataConfig
-from ppdist.data.checks.statistics import objects_of
+from ppdist.data.checks.statistics import collect_objects
 from ppdist.data.types import DetectionSet
 from ppdist.metrics.run import Run, read_run
 from ppdist.viz.draw import write_jpeg
@@ -132,7 +132,8 @@ def draw_labels(
         from ppdist.viz import plots
 
         objects = {
-            split: objects_of(dataset, image_size, config.resize) for split, dataset in sets.items()
+            split: collect_objects(dataset, image_size, config.resize)
+            for split, dataset in sets.items()
         }
         names = next(iter(sets.values())).class_names
         picture = folder / "classes.png"

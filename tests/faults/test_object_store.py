@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.config.data import DataConfig, SplitConfig
-from ppdist.data.datasets.annotations import quietly
+from ppdist.data.datasets.annotations import ignore_issue
 from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.convert import convert
 from tests.faults.object_store import KEY, SECRET, FaultProxy, environment, object_store, upload
@@ -42,7 +42,7 @@ def test_training_on_a_sick_store_equals_one_on_files(
         }
         config = DataConfig(root=str(folder), **splits)
         for name in splits:
-            raw = read_raw(config, name, quietly)
+            raw = read_raw(config, name, ignore_issue)
             convert(raw, "coco", tmp_path / "s", images="copy", split=name, shard_bytes=30_000)
             changes.append(f"data.{name}.images=images/{name}")
         folder = tmp_path / "s"

@@ -16,7 +16,7 @@ from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.transforms.geometry import (
     GREY,
     GeometryParams,
-    fitted,
+    fit_image,
     letterbox,
     map_boxes,
     random_geometry,
@@ -136,7 +136,7 @@ def test_perfect_detections_survive_letterbox(tmp_path, resize, size):
             found = batch.boxes_BM4[position].numpy()[:3]
             np.testing.assert_allclose(found, in_input[index], atol=0.75)  # whole pixels of places
     exact = [
-        map_boxes(record.boxes_M4, fitted(record.width, record.height, size, resize))[0]
+        map_boxes(record.boxes_M4, fit_image(record.width, record.height, size, resize))[0]
         for record in dataset.records
     ]
     evaluator = Evaluator(dataset, loader, NMSConfig())
@@ -195,7 +195,7 @@ def test_infer_yml_describes_resize_and_inverse(tmp_path, resize):
     assert section.mode == resize
     assert section.interpolation == ("linear" if resize == "letterbox" else "cubic")
     assert section.fill == (GREY if resize == "letterbox" else None)
-    left, top, right, bottom = fitted(640, 480, (320, 320), resize).target
+    left, top, right, bottom = fit_image(640, 480, (320, 320), resize).target
     names = {"image_width": 640, "image_height": 480, "input_width": 320, "input_height": 320}
     names |= {"left": left, "top": top, "wide": right - left, "tall": bottom - top}
     for corner, expected in (((left, top), (0, 0)), ((right, bottom), (640, 480))):

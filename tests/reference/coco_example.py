@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ppdist.common.errors import DataError
-from ppdist.data.datasets.annotations import Strictly, to_detection_set
+from ppdist.data.datasets.annotations import IssueLog, to_detection_set
 from ppdist.data.datasets.coco import read_coco_columns
 from ppdist.data.types import DetectionSet
 from ppdist.metrics.coco import METRICS, evaluate_boxes
@@ -54,7 +54,7 @@ def compare(folder: Path) -> list[Row]:
                 code="file_not_found",
                 where="--reference",
             )
-    dataset = to_detection_set(read_coco_columns(folder, truth, Strictly()), "clip")
+    dataset = to_detection_set(read_coco_columns(folder, truth, IssueLog()), "clip")
     ours = evaluate_boxes(dataset, _rows(results, dataset))
     theirs = _by_pycocotools(truth, results)
     return [

@@ -1,4 +1,4 @@
-"""A copy of both splits without what is wrong with them."""
+"""A copy of both splits without their defects."""
 
 import shutil
 import tempfile
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import make_folder, writing
-from ppdist.data.checks.images import ImageCheck, duplicates, leaks, same_list
+from ppdist.data.checks.images import ImageCheck, are_same_lists, find_duplicates, find_leaks
 from ppdist.data.checks.validate import Report, ValidatedSplit, good_objects
 from ppdist.data.datasets.annotations import KINDS
 from ppdist.data.datasets.build import check_same_classes
 from ppdist.data.datasets.convert import Format, Images, convert
 from ppdist.data.types import RawImage, RawSet
 
-_LEAVES_OUT = (  # the image
+_EXCLUDING_KINDS = (  # of issues that leave out their image
     "annotation_unreadable",
     "image_missing",
     "image_empty",
@@ -27,9 +27,10 @@ _LEAVES_OUT = (  # the image
     "image_crashes_decoder",
     "image_hangs_decoder",
     "size_mismatch",
-    "image_objects_lost",  # last: whatever else keeps it out is the reason
+    "image_objects_lost",  # last: any other kind is the better reason
 )
-_BY_WRITING = (  # done already: readers leave out what they cannot use, writers do it right
+# Kinds that need no step: readers leave these parts out, or writers write them right.
+_FIXED_BY_WRITING = (
     "annotation_missing",
     "annotation_line",
     "encoding",
@@ -54,9 +55,9 @@ _BY_WRITING = (  # done already: readers leave out what they cannot use, writers
 
 
 class Cleaned(NamedTuple):
-    """What `clean_copy` did.
+    """The result of `clean_copy`.
 
-    lines: one for each kind and split.  raws: split -> what was written of it.
+    lines: one for each kind and split.  raws: split -> the set that was written.
     """
 
     lines: list[str]
@@ -66,20 +67,20 @@ class Cleaned(NamedTuple):
 def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cleaned:
     """Writes both splits to a new folder, fixed as annotations.KINDS says.
 
-    In the result `validate` finds only notes, and warnings of what the owner of the set alone can
-    decide: classes of nearly one name, and one set for both splits.  The folder gets all of it, or
-    nothing.
+    In the result `validate` finds only notes, and warnings that only the owner of the set can
+    decide on: classes with nearly equal names, and one set for both splits.  The folder gets all of
+    it or nothing.
 
     Args:
         form: format to write, that of the data or another.
-        out: a folder that is empty or not there yet.
+        out: a folder that is empty or does not exist yet.
         images: see `convert`.
     Raises: DataError: no good image or no object is left in a split, the classes of the splits
-        differ, the format cannot hold them.  UserError: something cannot be written.
+        differ, or the format cannot represent them.  UserError: a file cannot be written.
     """
     check_same_classes(report.splits["train"].raw, report.splits["val"].raw)
     lines, raws = [], {}
-    for split, left_out in _left_out(report).items():
+    for split, left_out in _choose_left_out(report).items():
         validated = report.splits[split]
         done = Counter(left_out.values())
         raws[split] = _clean(validated.raw, left_out, done)
@@ -95,7 +96,7 @@ def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cl
                 code="objects_missing",
                 where=validated.raw.source,
             )
-        done.update(f.code for f in validated.issues if f.code in _BY_WRITING)
+        done.update(f.code for f in validated.issues if f.code in _FIXED_BY_WRITING)
         done.update(  # where the reader left the image out
             issue.code
             for issue in validated.issues
@@ -108,55 +109,58 @@ def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cl
     return Cleaned(lines + _write(raws, form, out, images), raws)
 
 
-def _left_out(report: Report) -> dict[str, dict[str, str]]:
-    """Images left out of the copy: split -> path -> kind.
+def _choose_left_out(report: Report) -> dict[str, dict[str, str]]:
+    """Chooses the images that the copy leaves out: split -> path -> kind.
 
-    First what cannot be used; of what stays, images of training that validation has; of what stays
-    then, all but the first of equal ones: so one of them always stays.
+    These are images that cannot be used; of the rest, training images that validation has, too;
+    then all but the first of equal ones.  So one of equal images always stays.
     """
     train, val = report.splits["train"], report.splits["val"]
-    result = {split: _bad(validated) for split, validated in report.splits.items()}
+    result = {split: _unusable_images(validated) for split, validated in report.splits.items()}
 
     def stays(split: str) -> list[tuple[str, ImageCheck]]:
         return [entry for entry in report.splits[split].images if entry[0] not in result[split]]
 
-    if not same_list(train.images, val.images):
-        leaking = leaks(stays("train"), stays("val"), train.raw.opener)
+    if not are_same_lists(train.images, val.images):
+        leaking = find_leaks(stays("train"), stays("val"), train.raw.opener)
         result["train"] |= dict.fromkeys(leaking, "leakage")
     for split in result:
-        repeated = duplicates(stays(split), report.splits[split].raw.opener)
+        repeated = find_duplicates(stays(split), report.splits[split].raw.opener)
         result[split] |= dict.fromkeys(repeated, "image_duplicate")
     return result
 
 
-def _bad(validated: ValidatedSplit) -> dict[str, str]:
+def _unusable_images(validated: ValidatedSplit) -> dict[str, str]:
     listed = {path for path, _ in validated.images}
     return {
         issue.image: issue.code
-        for issue in reversed(validated.issues)  # so that the first kind of each image counts
-        if issue.code in _LEAVES_OUT and issue.image in listed
+        for issue in reversed(validated.issues)  # so that the first issue of an image counts
+        if issue.code in _EXCLUDING_KINDS and issue.image in listed
     }
 
 
 def _clean(raw: RawSet, left_out: Mapping[str, str], done: Counter[str]) -> RawSet:
-    kept: dict[str, RawImage] = {}
+    images_by_path: dict[str, RawImage] = {}
     for image in raw.images:
         path = str(image.path)
         if path in left_out:
             continue
-        if path in kept:
+        if path in images_by_path:
             done["image_listed_twice"] += 1
-            kept[path] = replace(kept[path], objects=kept[path].objects + image.objects)
+            images_by_path[path] = replace(
+                images_by_path[path], objects=images_by_path[path].objects + image.objects
+            )
         else:
-            kept[path] = image
-    images = [replace(image, objects=good_objects(image, done)) for image in kept.values()]
+            images_by_path[path] = image
+    images = [
+        replace(image, objects=good_objects(image, done)) for image in images_by_path.values()
+    ]
     return replace(raw, images=images)
 
 
 def _write(raws: Mapping[str, RawSet], form: Format, out: Path, images: Images) -> list[str]:
-    """Writes the copy under another name first.
-
-    Whatever fails, no half of it stays there.
+    """Writes the copy under another name, then renames it, so that a failure leaves nothing
+    there.
     """
     make_folder(out)
     if any(out.iterdir()):
@@ -164,6 +168,7 @@ def _write(raws: Mapping[str, RawSet], form: Format, out: Path, images: Images) 
             "is not empty", code="folder_not_empty", where=str(out), fix="choose a new folder"
         )
     with writing(out):
+        # In `out`, as a rename is only atomic on one file system.
         draft = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=out))
     lines = []
     try:

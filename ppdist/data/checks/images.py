@@ -1,8 +1,8 @@
-"""What each image file is, and which are equal.
+"""Checks of image files, and groups of equal ones.
 
-Headers are read by threads.  Pixels are decoded in child processes: a decoder that crashes or hangs
-takes no rank with it, and its file is named.  What no header tells, such as a damaged picture or
-one that uses few of its 16 bits, the loader's workers find in training.
+Threads read headers.  Child processes decode pixels: a decoder that crashes or hangs does not stop
+its rank, and its file is named.  What no header shows, such as damaged pixels or an image that uses
+few of its 16 bits, the workers of the loader find in training.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ from ppdist.runtime.decoder import (
 class ImageFile(NamedTuple):
     """An image file to check.
 
-    size: (width, height) in pixels as annotated, None: not known.
+    size: (width, height) in pixels as annotated, None: unknown.
     """
 
     path: str
@@ -54,14 +54,14 @@ class ImageFile(NamedTuple):
 
 
 class ImageCheck(NamedTuple):
-    """What one file is.
+    """The check of one file.
 
     problem: why the image cannot be used; None: it can.
-    notes: kinds of what is unusual.
-    digest: equal for two files of the same content (decoded: surely; else: head, tail and length).
-    certain: only for those, as it is of all bytes.
-    passing: the problem may be gone the next time without a change to the file: no permission, no
-        memory, a decoder that was killed.
+    notes: kinds of unusual properties.
+    digest: equal for files of equal content; of all bytes, or of head, tail and length.
+    certain: the digest is of all bytes.
+    passing: the problem may disappear without a change of the file: no permission, no memory, a
+        decoder that was killed.
     """
 
     problem: Damage | None = None
@@ -71,60 +71,64 @@ class ImageCheck(NamedTuple):
     certain: bool = False
 
 
-CheckedImages = Sequence[tuple[str, ImageCheck]]  # the path of each listed image, and what it is
+CheckedImages = Sequence[tuple[str, ImageCheck]]  # path and check of each listed image
 
 
 def check_files(
     files: Sequence[ImageFile], *, decode: bool, workers: int, done: Callable[[int], object]
 ) -> list[ImageCheck]:
-    """An ImageCheck of each file, in their order.
+    """Checks each file; returns the checks in the order of the files.
 
     Args:
-        decode: all pixels, as `check_images`; else headers.  An image in a store is not opened for
-            its header, which is half of the way to it: the store's listing has to do.
+        decode: decodes all pixels, as `check_images` does; else reads headers.  An image in a store
+            is then only looked up in a listing, as reading its header would take half as long as
+            reading all of it.
         workers: child processes that decode, at least 1.
         done: called with the number of files that have been checked since the last call.
-    Raises: StorageError: a store stays away.
+    Raises: StorageError: a store stays unavailable.
     """
     if decode:
         return check_images(files, workers=workers, done=done)
 
-    def check_header(at: int) -> ImageCheck:
-        file = files[at]
+    def check_header(index: int) -> ImageCheck:
+        file = files[index]
         if is_remote(file.path):
-            return check_listed(file.path, file.opener)
+            return check_listing(file.path, file.opener)
         return check_image(file.path, file.size, decode=False, opener=file.opener)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's, of odd files
-        return [*in_threads(check_header, len(files), done)]
+        warnings.simplefilter("ignore")  # those of Pillow about odd files
+        return [*iterate_in_threads(check_header, len(files), done)]
 
 
 T = TypeVar("T")
-_THREADS = 16  # a network disk answers each request late, but many at once
+_THREADS = 16  # a network disk answers slowly, but many requests at once
 _MOST_AT_ONCE = 64  # files of a thread at a time
 
 
-def in_threads(look: Callable[[int], T], count: int, done: Callable[[int], object]) -> Iterator[T]:
-    """Yields look(0), look(1), ..., in order, looked at by threads.
+def iterate_in_threads(
+    function: Callable[[int], T], count: int, done: Callable[[int], object]
+) -> Iterator[T]:
+    """Yields function(0), function(1), ..., in order, computed by threads.
 
-    Args: done: called with the number of those that have been looked at since the last call.
+    Args: done: called with the number of results since the last call.
     """
-    at_once = min(max(count // (8 * _THREADS), 1), _MOST_AT_ONCE)
+    # Several at a time, as a task of its own costs more than a header on a fast disk.
+    batch = min(max(count // (8 * _THREADS), 1), _MOST_AT_ONCE)
 
-    def look_at_some(begin: int) -> list[T]:
-        return [*map(look, range(begin, min(count, begin + at_once)))]
+    def call_batch(begin: int) -> list[T]:
+        return [*map(function, range(begin, min(count, begin + batch)))]
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        for some in pool.map(look_at_some, range(0, count, at_once)):
-            done(len(some))
-            yield from some
+        for results in pool.map(call_batch, range(0, count, batch)):
+            done(len(results))
+            yield from results
 
 
-def check_listed(path: str, opener: Opener) -> ImageCheck:
-    """Check of an image by a store's listing, without opening it.
+def check_listing(path: str, opener: Opener) -> ImageCheck:
+    """Checks an image by the listing of its store, without opening it.
 
-    It is there, and not empty.
+    Finds out only if it exists and is not empty.
     """
     try:
         identity = opener.identity_of(path)
@@ -135,75 +139,75 @@ def check_listed(path: str, opener: Opener) -> ImageCheck:
         return ImageCheck(problem, passing=True)
     if not identity.bytes and identity.mark:
         return ImageCheck(Damage("image_empty", "empty (0 bytes)"))
-    told = identity.mark and not is_in_shard(path)
-    return ImageCheck(digest=f"{identity.bytes} {identity.mark}" if told else "")
+    has_digest = identity.mark and not is_in_shard(path)
+    return ImageCheck(digest=f"{identity.bytes} {identity.mark}" if has_digest else "")
 
 
-def duplicates(images: CheckedImages, opener: Opener) -> dict[str, str]:
-    """Path -> an earlier path with the same content."""
+def find_duplicates(images: CheckedImages, opener: Opener) -> dict[str, str]:
+    """Finds images with equal content: path -> an earlier path with the same content."""
     result = {}
-    for group in _same_content(images, opener):
-        first, *others = dict.fromkeys(images[position][0] for position in group)
-        result.update(dict.fromkeys(others, first))
+    for group in _group_by_content(images, opener):
+        first, *repeated = dict.fromkeys(images[position][0] for position in group)
+        result.update(dict.fromkeys(repeated, first))
     return result
 
 
-def leaks(train: CheckedImages, val: CheckedImages, opener: Opener) -> dict[str, str]:
-    """Path of each training image -> path of its duplicate in validation."""
+def find_leaks(train: CheckedImages, val: CheckedImages, opener: Opener) -> dict[str, str]:
+    """Finds training images that validation has: path -> path of its duplicate there."""
     held = {path for path, _ in val}
     result = {path: path for path, _ in train if path in held}
-    both = [*train, *val]
-    for group in _same_content(both, opener):
-        held_there = [both[position][0] for position in group if position >= len(train)]
-        if held_there:
+    images = [*train, *val]
+    for group in _group_by_content(images, opener):
+        held_paths = [images[position][0] for position in group if position >= len(train)]
+        if held_paths:
             for position in group:
                 if position < len(train):
-                    result.setdefault(both[position][0], held_there[0])
+                    result.setdefault(images[position][0], held_paths[0])
     return result
 
 
-def same_list(train: CheckedImages, val: CheckedImages) -> bool:
-    """Whether both splits list the same files, or duplicates of them.
+def are_same_lists(train: CheckedImages, val: CheckedImages) -> bool:
+    """Returns True if both splits list the same files, or duplicates of them, in the same order.
 
-    Then somebody over-fits on purpose, and nothing leaks.
+    Then the user over-fits on purpose, and nothing counts as leaked.
     """
     return len(train) == len(val) and all(
-        path == other or (found.digest != "" and found.digest == duplicate.digest)
-        for (path, found), (other, duplicate) in zip(train, val)
+        path == val_path or (check.digest != "" and check.digest == val_check.digest)
+        for (path, check), (val_path, val_check) in zip(train, val)
     )
 
 
-def _same_content(images: CheckedImages, opener: Opener) -> list[list[int]]:
-    """Groups of positions with equal file content.
-
-    Each group has two paths or more.
-    """
+def _group_by_content(images: CheckedImages, opener: Opener) -> list[list[int]]:
+    """Groups the positions of images with equal content; a group has at least two paths."""
     alike: defaultdict[str, list[int]] = defaultdict(list)
-    for position, (_, found) in enumerate(images):
-        if found.digest and not (found.problem and found.problem.code == "image_empty"):
-            alike[found.digest].append(position)
+    for position, (_, image_check) in enumerate(images):
+        if image_check.digest and not (
+            image_check.problem and image_check.problem.code == "image_empty"
+        ):
+            alike[image_check.digest].append(position)
     groups: defaultdict[tuple[str, bytes], list[int]] = defaultdict(list)
     for digest, positions in alike.items():
         if len({images[position][0] for position in positions}) > 1:
             for position in positions:
                 path, check = images[position]
-                groups[digest, b"" if check.certain else _hash(path, opener)].append(position)
+                # Digests of head and tail may be equal for different images; then all bytes decide.
+                groups[digest, b"" if check.certain else _hash_file(path, opener)].append(position)
     return [group for group in groups.values() if len({images[p][0] for p in group}) > 1]
 
 
-def _hash(path: str, opener: Opener) -> bytes:
+def _hash_file(path: str, opener: Opener) -> bytes:
     try:
         with opener.open(path) as file:
             summary = hashlib.blake2b(digest_size=16)
             while block := file.read(1 << 20):
                 summary.update(block)
             return summary.digest()
-    except OSError:  # gone since it was checked
+    except OSError:  # deleted since it was checked
         return os.fsencode(path)
 
 
-_AT_ONCE = 32  # files that a child is given at a time
-_TRIES = 2  # a child that dies once may have been another's victim (out of memory)
+_AT_ONCE = 32  # files that a child gets at a time
+_TRIES = 2  # a child that died once may have been killed for the memory of another
 
 
 def check_images(
@@ -213,31 +217,33 @@ def check_images(
     timeout: float = 60.0,
     done: Callable[[int], object] = lambda count: None,
 ) -> list[ImageCheck]:
-    """An ImageCheck of each file, decoded, in their order.
+    """Decodes and checks each file; returns the checks in the order of the files.
 
-    It comes however many children crash or hang over it.
+    Returns a check of every file, even if many children crash or hang.
 
     Args:
         workers: child processes, at least 1.
-        timeout: seconds after which a child that is at one file counts as hung.
+        timeout: seconds after which a child that is still at one file counts as hung.
         done: see `check_files`.
-    Raises: StorageError: a store stays away.
+    Raises: StorageError: a store stays unavailable.
     """
     checks: list[ImageCheck | None] = [None] * len(files)
     waiting = deque(range(len(files)))
     crashes: Counter[int] = Counter()
+    # Eight files per child at least, as forking one takes longer than checking a few.
     children = [_Child(files) for _ in range(min(max(workers, 1), -(-len(files) // 8)))]
     try:
         while any(child.busy for child in children) or waiting:
             for child in children:
-                child.give(waiting)
-            for position, found in _answers(children, timeout):
-                checks[position] = found
+                child.assign(waiting)
+            for position, check in _receive_answers(children, timeout):
+                checks[position] = check
                 done(1)
             for number, child in enumerate(children):
                 if child.ended is None:
                     continue
                 position, *rest = child.busy
+                # Only the first file was being decoded; the others are not to blame.
                 waiting.extendleft(reversed(rest))
                 crashes[position] += 1
                 if child.ended.code == "image_hangs_decoder" or crashes[position] == _TRIES:
@@ -249,34 +255,34 @@ def check_images(
     finally:
         for child in children:
             child.stop()
-    return [found for found in checks if found is not None]
+    return [check for check in checks if check is not None]
 
 
 class _Child:
-    """A process that checks files, and gives an answer for each."""
+    """A process that checks files, and answers for each of them."""
 
     def __init__(self, files: Sequence[ImageFile]) -> None:
-        self.pipe, theirs = Pipe()
+        self.pipe, child_end = Pipe()
         self.busy: deque[int] = deque()
         self.since = time.monotonic()
         self.ended: Damage | None = None
         parent = os.getpid()
-        self._process = ForkedChild(lambda: _serve(theirs, files, parent))
-        theirs.close()
+        self._process = ForkedChild(lambda: _serve(child_end, files, parent))
+        child_end.close()
 
-    def give(self, waiting: deque[int]) -> None:
-        """Gives an idle worker the first of the queue."""
+    def assign(self, waiting: deque[int]) -> None:
+        """Gives the first files of the queue to an idle child."""
         if self.busy or self.ended or not waiting:
             return
         self.busy.extend(waiting.popleft() for _ in range(min(_AT_ONCE, len(waiting))))
         self.since = time.monotonic()
         try:
             self.pipe.send(list(self.busy))
-        except OSError:  # it ended while it waited; take() will find out
+        except OSError:  # it ended while it waited, which `receive` reports
             return
 
-    def take(self) -> tuple[int, ImageCheck] | None:
-        """An answer; None: a sign of life, or `ended` is set."""
+    def receive(self) -> tuple[int, ImageCheck] | None:
+        """Receives an answer; None: a sign of life, or `ended` is set."""
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError):
@@ -289,26 +295,23 @@ class _Child:
         self.since = time.monotonic()
         if answer is None:
             return None
-        position, found = answer
-        if isinstance(found, StorageError):
-            raise found
+        position, check = answer
+        if isinstance(check, StorageError):
+            raise check
         self.busy.popleft()
-        return position, found
+        return position, check
 
     def stop(self) -> None:
         self._process.end()
         self.pipe.close()
 
 
-def _answers(children: list[_Child], timeout: float) -> Iterator[tuple[int, ImageCheck]]:
-    """Yields results of the children, or notes one that hangs.
-
-    A child is hung if it has been silent for longer than `timeout`.
-    """
+def _receive_answers(children: list[_Child], timeout: float) -> Iterator[tuple[int, ImageCheck]]:
+    """Yields results of the children; marks one that has been silent for `timeout` as hung."""
     ready = wait([child.pipe for child in children if child.busy], min(timeout, 1.0))
     for child in children:
         if child.pipe in ready:
-            answer = child.take()
+            answer = child.receive()
             if answer is not None:
                 yield answer
         elif child.busy and time.monotonic() - child.since > timeout:
@@ -316,19 +319,20 @@ def _answers(children: list[_Child], timeout: float) -> Iterator[tuple[int, Imag
 
 
 def _serve(pipe: "Connection[Any, Any]", files: Sequence[ImageFile], parent: int) -> None:
-    """Main loop of a child, until its parent is gone.
+    """Runs a child until its parent ends.
 
     It also stops within an image, which may never end.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its children
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what decoders print of damaged files
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # decoders print about damaged files
     warnings.simplefilter("ignore")
     cv2.setNumThreads(0)
+    # `read_image` has a higher limit, MOST_PIXELS.
     Image.MAX_IMAGE_PIXELS = None
 
     def pause(seconds: float, _: StorageError) -> None:
-        pipe.send(None)  # a store is waited for longer than a child may be silent
+        pipe.send(None)  # waiting for a store may take longer than a child may be silent
         time.sleep(seconds)
 
     while os.getppid() == parent:
@@ -337,16 +341,16 @@ def _serve(pipe: "Connection[Any, Any]", files: Sequence[ImageFile], parent: int
         for position in pipe.recv():
             file = files[position]
             check = partial(check_image, file.path, file.size, decode=True, opener=file.opener)
-            found: ImageCheck | StorageError
+            result: ImageCheck | StorageError
             try:
-                found = with_retries(check, pause=pause)
+                result = with_retries(check, pause=pause)
             except StorageError as error:
-                found = error
-            pipe.send((position, found))
+                result = error
+            pipe.send((position, result))
 
 
-_HEAD, _TAIL = 64 * 1024, 8 * 1024  # bytes that a check of the header reads of a large file
-_ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND"}  # of a JPEG, of a PNG
+_HEAD, _TAIL = 64 * 1024, 8 * 1024  # bytes of a large file that a check of its header reads
+_ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND"}  # start -> end of JPEG, PNG
 
 
 def check_image(
@@ -354,13 +358,13 @@ def check_image(
 ) -> ImageCheck:
     """Checks one image file.
 
-    Storage that is away says nothing of it.
+    Unavailable storage is no property of the image.
 
     Args:
-        size: (width, height) that the annotation says; None: not known.
-        decode: all of its pixels; a decoder may crash or hang on it, so `check_images` calls this
-            in a child process.  Else its header and its end (0.1 to 0.4 ms).
-    Raises: StorageError: its store stays away.
+        size: (width, height) of its annotation; None: unknown.
+        decode: decodes its pixels, on which a decoder may crash or hang, so `check_images` calls
+            this in a child process.  Else reads its header and its end (0.1 to 0.4 ms).
+    Raises: StorageError: its store stays unavailable.
     """
     try:
         with opener.open(path) as file:
@@ -379,42 +383,42 @@ def _check_content(
 ) -> ImageCheck:
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
-    whole = decode or length <= _HEAD + _TAIL
-    head = file.read() if whole else file.read(_HEAD)
+    is_complete = decode or length <= _HEAD + _TAIL
+    head = file.read() if is_complete else file.read(_HEAD)
     tail = b""
-    if not whole:
+    if not is_complete:
         file.seek(length - _TAIL)
         tail = file.read()
-        if _ENDS.get(head[:2], b"") not in tail:  # no end, or further from the file's than usual
+        if _ENDS.get(head[:2], b"") not in tail:  # no end, or not near the end of the file
             file.seek(0)
-            whole, head, tail = True, file.read(), b""
+            is_complete, head, tail = True, file.read(), b""
     digest = hashlib.blake2b(b"%d " % length + head + tail, digest_size=16)
-    problem = damage(head, length) if whole or head[:2] not in _ENDS else None
+    problem = damage(head, length) if is_complete or head[:2] not in _ENDS else None
     if problem is not None:
-        return ImageCheck(problem, digest=digest.hexdigest(), certain=whole)
-    header = _header_of_jpeg(head, path) or _header(file, path, opener)
+        return ImageCheck(problem, digest=digest.hexdigest(), certain=is_complete)
+    header = _jpeg_header(head, path) or _pillow_header(file, path, opener)
     notes = header.notes if header else ()
     if decode:
-        problem, image_HW3 = _decoded(path, size, opener)
+        problem, image_HW3 = _decode_checked(path, size, opener)
         if "sixteen_bit" in notes and image_HW3 is not None and is_dark(image_HW3):
             notes = (*notes, "dark_sixteen_bit")
     elif header is None:
-        problem = _not_read(file, path)
+        problem = _find_unreadable(file, path)
     elif size and size not in header.sizes:
         (width, height), (says_width, says_height) = header.sizes[-1], size
         text = f"the image is {width}x{height} but its annotation says {says_width}x{says_height}"
         problem = Damage("size_mismatch", text)
-    return ImageCheck(problem, notes, digest.hexdigest(), certain=whole)
+    return ImageCheck(problem, notes, digest.hexdigest(), certain=is_complete)
 
 
-def _not_read(file: BinaryIO, path: str) -> Damage | None:
-    """Why OpenCV surely does not read a file whose header is not understood; None: it may."""
+def _find_unreadable(file: BinaryIO, path: str) -> Damage | None:
+    """Finds out if OpenCV cannot read a file without a usable header; None: it may."""
 
-    def read(at: int, count: int) -> bytes:
-        file.seek(at)
+    def read(offset: int, count: int) -> bytes:
+        file.seek(offset)
         return file.read(count)
 
-    tiff = tiff_of(read)  # its header may lie at its end
+    tiff = tiff_of(read)  # its header may be at its end
     if tiff is not None and (kind := unread_pixels(tiff)):
         return Damage("pixel_kind", f"a TIFF of {kind}")
     if os.path.isfile(path) and not cv2.haveImageReader(path):
@@ -422,23 +426,26 @@ def _not_read(file: BinaryIO, path: str) -> Damage | None:
     return None
 
 
-# Of formats, by their names in Pillow; an MPO is a JPEG with more pictures behind it.
+# By Pillow's name of the format; an MPO is a JPEG followed by further images.
 _SUFFIXES = {**FORMATS, "MPO": FORMATS["JPEG"]}
 _BITS_PER_SAMPLE = 258  # tag of TIFF: bits of each channel
 
 
 class _Header(NamedTuple):
-    """Checks an image without decoding it.
+    """The header of an image, read without decoding it.
 
-    sizes: each (width, height) for which training takes the image, if it can decode it.
+    sizes: the annotated (width, height) with which training accepts the image.
     """
 
     sizes: tuple[tuple[int, int], ...]
     notes: tuple[str, ...]
 
 
-def _header_of_jpeg(head: bytes, path: str) -> _Header | None:
-    """As `_header`, of the first bytes of a usual JPEG, in a sixth of the time; None: none."""
+def _jpeg_header(head: bytes, path: str) -> _Header | None:
+    """Reads the header from the first bytes of a usual JPEG, six times as fast as `_pillow_header`.
+
+    Returns: None: the file is not one.
+    """
     usual = usual_jpeg(head, upright=True) if head.startswith(JPEG) else None
     if usual is None:
         return None
@@ -447,8 +454,8 @@ def _header_of_jpeg(head: bytes, path: str) -> _Header | None:
     return _Header(((width, height),) * 2, (*notes, *["grey"][channels - 1 :]))
 
 
-def _header(file: BinaryIO, path: str, opener: Opener) -> _Header | None:
-    """Header of an image; None: not understood (OpenCV may understand it)."""
+def _pillow_header(file: BinaryIO, path: str, opener: Opener) -> _Header | None:
+    """Reads the header of an image; None: not understood, though OpenCV may understand it."""
     frame = read_header(path, opener)
     try:
         file.seek(0)
@@ -467,27 +474,29 @@ def _header(file: BinaryIO, path: str, opener: Opener) -> _Header | None:
                 "sixteen_bit": sixteen or 16 in bits or mode.startswith("I;16"),
                 "cmyk": mode == "CMYK",
             }
-    except Exception:  # Pillow's own bugs on damaged files are of many types
+    except Exception:  # Pillow raises errors of many types for damaged files
         return None
     if frame is None:
         return None
     # OpenCV turns a TIFF even when asked not to.
     sizes = (frame.upright,) if tags else (frame.upright, frame.stored)
-    return _Header(sizes, tuple(kind for kind, found in notes.items() if found))
+    return _Header(sizes, tuple(kind for kind, applies in notes.items() if applies))
 
 
-# What libjpeg and libtiff print when they make up pixels; "extraneous bytes" does no harm.
+# Parts of what libjpeg and libtiff print when they invent pixels; "extraneous bytes" is harmless.
 _INVENTED = (b"premature end", b"bad Huffman", b"RST", b"Inconsistent progression", b"not yet in")
 
 
-def _decoded(
+def _decode_checked(
     path: str, size: tuple[int, int] | None, opener: Opener
 ) -> tuple[Damage | None, np.ndarray | None]:
-    """What makes an image unusable; else its pixels.
+    """Decodes an image and checks that the decoder did not invent pixels.
 
-    Raises: OSError, MemoryError: it cannot be said.
+    Returns: (problem, None) or (None, pixels).
+    Raises: OSError, MemoryError: the state of the image is unknown.
     """
-    with _stderr() as said:
+    # Native libraries report invented pixels nowhere else.
+    with _capture_stderr() as stderr_file:
         try:
             image_HW3 = read_image(path, None if size is None else size[::-1], opener=opener)
         except DataError as error:
@@ -496,27 +505,27 @@ def _decoded(
                 raise cause from None
             if isinstance(cause, cv2.error) and cause.code == cv2.Error.StsNoMem:
                 raise MemoryError from error
-            known = error.code in ("size_mismatch", "pixel_kind")
-            return Damage(error.code if known else "image_unreadable", error.what), None
-        said.seek(0)
-        heard = said.read()
-    if any(sign in heard for sign in _INVENTED):
+            has_own_code = error.code in ("size_mismatch", "pixel_kind")
+            return Damage(error.code if has_own_code else "image_unreadable", error.what), None
+        stderr_file.seek(0)
+        stderr = stderr_file.read()
+    if any(sign in stderr for sign in _INVENTED):
         height, width = image_HW3.shape[:2]
-        made_up = (
+        message = (
             f"pixel data of the {width}x{height} image is damaged; the decoder filled in a part"
         )
-        return Damage("image_unreadable", made_up), None
+        return Damage("image_unreadable", message), None
     return None, image_HW3
 
 
 @contextmanager
-def _stderr() -> Iterator[BinaryIO]:
-    """Sends what native libraries print inside to the file it yields."""
-    kept = os.dup(2)
+def _capture_stderr() -> Iterator[BinaryIO]:
+    """Redirects what native libraries print to the file that it yields."""
+    original = os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
         try:
             yield file
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(original, 2)
+            os.close(original)

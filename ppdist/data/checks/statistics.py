@@ -1,10 +1,10 @@
 """Statistics of a split, and anchors that fit its boxes.
 
-    DetectionSet -> Objects (one row an object) -> summary (numbers, for JSON) -> overview (text)
+    DetectionSet -> Objects (one row per object) -> summary (numbers, for JSON) -> overview (text)
                                                 -> ppdist/viz/plots.py
     boxes in input pixels -> best possible recall of anchors -> k-means, genetic refinement
 
-How far two sizes [width, height] are apart is the ratio of their sides.
+The distance of two sizes [width, height] is the ratio of their sides.
 
 Letters: N images or boxes, M objects of all images together, C classes, L levels, A anchors per
 level, K = L * A.
@@ -20,7 +20,7 @@ import numpy as np
 from ppdist.common.errors import DataError
 from ppdist.config.data import Resize
 from ppdist.config.evaluate import COCO_DETECTIONS
-from ppdist.data.transforms.geometry import fitted
+from ppdist.data.transforms.geometry import fit_image
 from ppdist.data.types import DetectionSet, Records
 
 _SMALL, _LARGE = 32**2, 96**2  # square pixels, COCO's limits
@@ -30,12 +30,12 @@ _MOST_SIZES = 20
 _BORDER = 1.0  # pixels
 
 
-def crowding(dataset: DetectionSet, max_detections: int, keep: int) -> list[str]:
-    """Lines about images with more objects than can be detected or counted.
+def describe_crowding(dataset: DetectionSet, max_detections: int, keep: int) -> list[str]:
+    """Describes images with more objects than can be detected or counted, a line per problem.
 
     Args:
         max_detections: see `evaluate.max_detections`.
-        keep: boxes of an image that stay, as `ExperimentConfig.suppression` says.
+        keep: boxes of an image that suppression keeps; see `ExperimentConfig.suppression`.
     """
     records = Records.of(dataset.records)
     image_O = records.image_O[~records.crowd_O]
@@ -45,17 +45,19 @@ def crowding(dataset: DetectionSet, max_detections: int, keep: int) -> list[str]
     )
     many_P = count_P > max_detections
     count_N = np.bincount(image_O, minlength=len(records))
-    lines, enough = [], keep
+    lines, needed = [], keep
     if many_P.any():
-        most, images = int(count_P.max()), len(np.unique(of_class[many_P] // classes))
-        why = ", as in COCO, so mAP cannot reach 1" if max_detections == COCO_DETECTIONS else ""
-        enough = -(-most // 100) * 100
+        highest, images = int(count_P.max()), len(np.unique(of_class[many_P] // classes))
+        coco_note = (
+            ", as in COCO, so mAP cannot reach 1" if max_detections == COCO_DETECTIONS else ""
+        )
+        needed = -(-highest // 100) * 100
         lines.append(
             f"{dataset.source}: {images} of {len(records)} images show more than {max_detections} "
-            f"objects of one class, up to {most}: only {max_detections} detections per class and "
-            f"image count{why}; to count all, set evaluate.max_detections: {enough}"
+            f"objects of one class, up to {highest}: only {max_detections} detections per class "
+            f"and image count{coco_note}; to count all, set evaluate.max_detections: {needed}"
         )
-    if (count_N > max(keep, enough)).any():  # nms.keep follows evaluate.max_detections
+    if (count_N > max(keep, needed)).any():  # nms.keep follows evaluate.max_detections
         lines.append(
             f"{dataset.source}: {(count_N > keep).sum()} of {len(records)} images show more than "
             f"{keep} objects, up to {count_N.max()}, but only {keep} boxes per image are kept; to "
@@ -71,12 +73,12 @@ def crowding(dataset: DetectionSet, max_detections: int, keep: int) -> list[str]
 
 @dataclass(frozen=True)
 class Objects:
-    """All objects of a split, one row each, and its images.
+    """The objects of a split, in columns of one row per object, and its images.
 
     image_M: int64 position of the image; labels_M int64 in [0, C); crowd_M bool.
     boxes_M4: float64 xyxy, pixels of the original; area_M: square pixels of the original.
     input_M2: float64 width and height in pixels of the input.
-    sizes_N2: int64 width and height of each image in pixels; 0 where it is not known.
+    sizes_N2: int64 width and height of each image in pixels; 0 if unknown.
     """
 
     image_M: np.ndarray
@@ -89,24 +91,24 @@ class Objects:
 
     @property
     def per_image_N(self) -> np.ndarray:
-        """How many objects each image has, crowds among them."""
+        """Counts the objects of each image, crowds included."""
         return np.bincount(self.image_M, minlength=len(self.sizes_N2))
 
     @property
     def centres_M2(self) -> np.ndarray:
-        """Centres of the boxes, x y, as shares of their image."""
+        """Returns the centres of the boxes, x y, as shares of their image."""
         middle_M2 = (self.boxes_M4[:, :2] + self.boxes_M4[:, 2:]) / 2
         return middle_M2 / np.maximum(self.sizes_N2[self.image_M], 1)
 
     @property
     def shapes_M(self) -> np.ndarray:
-        """Width / height of the boxes, as in the original."""
+        """Returns width / height of the boxes, as in the original."""
         sides_M2 = self.boxes_M4[:, 2:] - self.boxes_M4[:, :2]
         return sides_M2[:, 0] / np.maximum(sides_M2[:, 1], 1e-9)
 
 
-def objects_of(dataset: DetectionSet, image_size: tuple[int, int], resize: Resize) -> Objects:
-    """The objects of a split, in the order of its images.
+def collect_objects(dataset: DetectionSet, image_size: tuple[int, int], resize: Resize) -> Objects:
+    """Collects the objects of a split, in the order of its images.
 
     Args:
         image_size: (height, width) of the input in pixels.
@@ -115,7 +117,7 @@ def objects_of(dataset: DetectionSet, image_size: tuple[int, int], resize: Resiz
     records = Records.of(dataset.records)
     boxes_M4 = records.boxes_O4.astype(np.float64)
     image_M = records.image_O
-    scale_N2 = _scales(records, image_size, resize)
+    scale_N2 = _input_scales(records, image_size, resize)
     return Objects(
         image_M=image_M,
         labels_M=records.labels_O,
@@ -127,45 +129,44 @@ def objects_of(dataset: DetectionSet, image_size: tuple[int, int], resize: Resiz
     )
 
 
-def _scales(records: Records, image_size: tuple[int, int], resize: Resize) -> np.ndarray:
-    """Input pixels per original pixel, float64 [N, 2], x y.
-
-    1 where the size is not known.
-    """
+def _input_scales(records: Records, image_size: tuple[int, int], resize: Resize) -> np.ndarray:
+    """Computes input pixels per original pixel, float64 [N, 2], x y; 1 if the size is unknown."""
     scale_N2 = np.ones((len(records), 2))
     for index, (height, width) in enumerate(records.sizes_N2.tolist()):
         if width:
-            scale_N2[index] = fitted(width, height, image_size, resize).scale[::-1]
+            scale_N2[index] = fit_image(width, height, image_size, resize).scale[::-1]
     return scale_N2
 
 
-def per_class(objects: Objects, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(objects [C], images [C]) of each of `count` classes, without crowds."""
+def count_per_class(objects: Objects, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Counts objects [C] and images [C] of each of `count` classes, without crowds."""
     alone_M = ~objects.crowd_M
     labels, images = objects.labels_M[alone_M], objects.image_M[alone_M]
     pairs = np.unique(np.stack([images, labels]), axis=1)
     return np.bincount(labels, minlength=count), np.bincount(pairs[1], minlength=count)
 
 
-def summary(dataset: DetectionSet, objects: Objects, *, boxes: bool = True) -> dict[str, Any]:
-    """Everything counted about a split, as JSON can hold it.
+def summarize(dataset: DetectionSet, objects: Objects, *, boxes: bool = True) -> dict[str, Any]:
+    """Summarizes a split in numbers, as JSON can hold them.
 
     Args:
         boxes: False for classified images, whose one object has no box.
     """
-    found: dict[str, Any] = {
+    counts: dict[str, Any] = {
         "source": dataset.source,
         "images": len(dataset.records),
-        "classes": _classes(dataset, objects, boxes),
+        "classes": _class_table(dataset, objects, boxes),
         "notes": [note.removeprefix(f"{dataset.source}: ") for note in dataset.notes],
         "limited": dataset.limited or None,
     }
-    return {**found, **_of_images(objects), **_of_boxes(objects)} if boxes else found
+    return (
+        {**counts, **_summarize_images(objects), **_summarize_boxes(objects)} if boxes else counts
+    )
 
 
-def _classes(dataset: DetectionSet, objects: Objects, boxes: bool) -> list[dict[str, Any]]:
+def _class_table(dataset: DetectionSet, objects: Objects, boxes: bool) -> list[dict[str, Any]]:
     names, alone_M = dataset.class_names, ~objects.crowd_M
-    counts_C, images_C = per_class(objects, len(names))
+    counts_C, images_C = count_per_class(objects, len(names))
     side_M = np.sqrt(objects.input_M2.prod(1))
     rows = []
     for label, (number, name) in enumerate(zip(dataset.category_ids, names)):
@@ -178,7 +179,7 @@ def _classes(dataset: DetectionSet, objects: Objects, boxes: bool) -> list[dict[
     return rows
 
 
-def _of_images(objects: Objects) -> dict[str, Any]:
+def _summarize_images(objects: Objects) -> dict[str, Any]:
     common = Counter(map(tuple, objects.sizes_N2.tolist())).most_common()
     per_image_N = objects.per_image_N
     return {
@@ -190,7 +191,7 @@ def _of_images(objects: Objects) -> dict[str, Any]:
     }
 
 
-def _of_boxes(objects: Objects) -> dict[str, Any]:
+def _summarize_boxes(objects: Objects) -> dict[str, Any]:
     alone_M = ~objects.crowd_M
     area_M, input_M2 = objects.area_M[alone_M], objects.input_M2[alone_M]
     boxes_M4, size_M2 = objects.boxes_M4[alone_M], objects.sizes_N2[objects.image_M[alone_M]]
@@ -213,30 +214,33 @@ def _of_boxes(objects: Objects) -> dict[str, Any]:
 
 
 def _percentiles(values: np.ndarray) -> dict[str, float]:
-    """Keys `p1` to `p99`; nothing of nothing."""
+    """Returns percentiles as keys `p1` to `p99`; {} without values."""
     if not len(values):
         return {}
-    found = np.percentile(values, _PERCENTILES).tolist()
-    return {f"p{part}": value for part, value in zip(_PERCENTILES, found)}
+    percentiles = np.percentile(values, _PERCENTILES).tolist()
+    return {f"p{part}": value for part, value in zip(_PERCENTILES, percentiles)}
 
 
-def overview(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(what, value) lines about a split, from its `summary`.
+def overview_lines(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Describes a split in (label, value) lines, from its `summarize`.
 
-    The classes are a table of their own.  There are as many lines for every split of a set, so that
-    splits can stand side by side.
+    The classes are a table of their own.  All splits of a set get equally many lines, so that they
+    can be printed side by side.
     """
     rows = [("images", f"{counts['images']}")]
     if "objects" not in counts:
-        return [*rows, ("classes", _spread([row["images"] for row in counts["classes"]], "images"))]
+        return [
+            *rows,
+            ("classes", _spread_text([row["images"] for row in counts["classes"]], "images")),
+        ]
     sizes = [f"{width}x{height} ({count})" for width, height, count in counts["image_sizes"][:3]]
-    others = counts["images"] - sum(count for _, _, count in counts["image_sizes"][:3])
+    other_sizes = counts["images"] - sum(count for _, _, count in counts["image_sizes"][:3])
     per_image, objects = counts["objects_per_image"], counts["objects"]
     fine = counts["shorter_side_in_input_below_8"]
     return [
         *rows,
-        ("  sizes", ", ".join([*sizes, f"others ({others})"] if others else sizes)),
-        ("  without an object", _part(counts["images_without_objects"], counts["images"])),
+        ("  sizes", ", ".join([*sizes, f"others ({other_sizes})"] if other_sizes else sizes)),
+        ("  without an object", _share_text(counts["images_without_objects"], counts["images"])),
         (
             "  objects in one",
             f"mean {per_image['mean']:.1f}, median {per_image['p50']:g}, 95 % up to "
@@ -244,67 +248,67 @@ def overview(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("objects", f"{objects}"),
         ("  small / medium / large", " / ".join(map(str, counts["small_medium_large"]))),
-        ("  side in the input, px", _middle(counts["side_in_input"])),
-        ("  shorter side below 8 px there", _part(fine, objects)),
-        ("  width / height", _middle(counts["width_by_height"])),
-        ("  at the border", _part(counts["at_the_border"], objects)),
-        ("  centres, % of 3 x 3 fields", _fields(counts["centres_in_ninths"], objects)),
+        ("  side in the input, px", _middle_text(counts["side_in_input"])),
+        ("  shorter side below 8 px there", _share_text(fine, objects)),
+        ("  width / height", _middle_text(counts["width_by_height"])),
+        ("  at the border", _share_text(counts["at_the_border"], objects)),
+        ("  centres, % of 3 x 3 fields", _ninths_text(counts["centres_in_ninths"], objects)),
         ("  crowds, not learned", f"{counts['crowds']}"),
-        ("classes", _spread([row["objects"] for row in counts["classes"]], "objects")),
+        ("classes", _spread_text([row["objects"] for row in counts["classes"]], "objects")),
         ("defects", "\n".join(counts["notes"]) or "none put right while reading"),
     ]
 
 
-def class_rows(of_splits: Sequence[Mapping[str, Any]], most: int) -> list[list[str]]:
-    """A row for each class: id, name, objects and images per split.
+def class_rows(of_splits: Sequence[Mapping[str, Any]], limit: int) -> list[list[str]]:
+    """Makes a row for each class: id, name, objects and images per split.
 
-    From `summary` of each.  In the order of the class numbers; of more than `most` classes the
-    common and the rare halves, by the first split, with a row of dots between.
+    Rows are in the order of the class numbers.  If there are more than `limit` classes, returns the
+    most common and the rarest, by the first split, with a row of dots between them.
+
+    Args: of_splits: `summarize` of each split.
     """
     rows = []
     for entries in zip(*(counts["classes"] for counts in of_splits)):
-        numbers = [
-            entry[what] for entry in entries for what in ("objects", "images") if what in entry
-        ]
+        numbers = [entry[key] for entry in entries for key in ("objects", "images") if key in entry]
         rows.append((numbers[0], [str(entries[0]["id"]), entries[0]["name"], *map(str, numbers)]))
-    if len(rows) <= most:
+    if len(rows) <= limit:
         return [row for _, row in rows]
     ordered = [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
-    return [*ordered[: most // 2], ["..."] * len(ordered[0]), *ordered[-(most // 2) :]]
+    return [*ordered[: limit // 2], ["..."] * len(ordered[0]), *ordered[-(limit // 2) :]]
 
 
-def _spread(counts: Sequence[int], of: str) -> str:
+def _spread_text(counts: Sequence[int], of: str) -> str:
     if not counts:
         return "0"
     middle = float(np.median(counts))
     return f"{len(counts)} (of {min(counts)} to {max(counts)} {of}, median {middle:g})"
 
 
-def _part(count: int, whole: int) -> str:
-    return f"{count} ({count / whole:.1%})" if whole else f"{count}"
+def _share_text(count: int, total: int) -> str:
+    return f"{count} ({count / total:.1%})" if total else f"{count}"
 
 
-def _middle(percentiles: Mapping[str, float]) -> str:
+def _middle_text(percentiles: Mapping[str, float]) -> str:
     if not percentiles:
         return "-"
     low, middle, high = (percentiles[part] for part in ("p5", "p50", "p95"))
     return f"median {middle:.3g}, 90 % from {low:.3g} to {high:.3g}"
 
 
-def _fields(rows: Sequence[Sequence[int]], whole: int) -> str:
-    return "\n".join(" ".join(f"{count / max(1, whole):4.0%}" for count in row) for row in rows)
+def _ninths_text(rows: Sequence[Sequence[int]], total: int) -> str:
+    return "\n".join(" ".join(f"{count / max(1, total):4.0%}" for count in row) for row in rows)
 
 
-ENOUGH_RECALL = 0.98  # of the boxes; below, new anchors are worth it
+ENOUGH_RECALL = 0.98  # of the boxes; below it new anchors are worthwhile
 SMALLEST = 2.0  # pixels; a box with a shorter side teaches nothing
-_MOST_BOXES = 20_000  # that a fit looks at; the recalls are of all
+_MOST_BOXES = 20_000  # that a fit uses; recalls are of all boxes
 _ROUNDS = 30  # of k-means
-_CHANCE, _SPREAD = 0.2, 0.05  # of a side to change in a generation; at most by about this part
+_CHANCE, _SPREAD = 0.2, 0.05  # that a side changes in a generation; by about this share at most
 
 
 @dataclass(frozen=True)
 class AnchorFit:
-    """New anchors beside the present ones.
+    """New anchors compared with the present ones.
 
     anchors_LA2: float32 input pixels, rounded to a tenth; sorted by area, the smallest in the
         first level.
@@ -324,7 +328,7 @@ class AnchorFit:
 def sizes_in_input(
     dataset: DetectionSet, image_size: tuple[int, int], resize: Resize
 ) -> np.ndarray:
-    """Box sizes float32 [N, 2] in input pixels, as evaluation sees them.
+    """Returns box sizes in input pixels, as evaluation sees them, float32 [N, 2].
 
     Crowds are left out, and boxes with a side under SMALLEST.
 
@@ -335,28 +339,28 @@ def sizes_in_input(
     records = Records.of(dataset.records)
     image_M = records.image_O[~records.crowd_O]
     boxes_M4 = records.boxes_O4[~records.crowd_O]
-    scale_N2 = _scales(records, image_size, resize).astype(np.float32)
+    scale_N2 = _input_scales(records, image_size, resize).astype(np.float32)
     wh_M2 = (boxes_M4[:, 2:] - boxes_M4[:, :2]) * scale_N2[image_M]
     return wh_M2[(wh_M2 >= SMALLEST).all(axis=1)]
 
 
 def best_possible_recall(wh_N2: np.ndarray, anchors_LA2: np.ndarray, threshold: float) -> float:
-    """The part of the boxes that some anchor fits; of none: 1.
+    """Computes the share of the boxes that some anchor fits; 1 without boxes.
 
-    Only those can be learned.  An anchor fits when neither width nor height is `threshold` times
-    the other's, or more.
+    Only these can be learned.  An anchor fits if the ratios of both widths and heights are below
+    `threshold`.
     """
     if not len(wh_N2):
         return 1.0
-    return float((_log_ratio(np.log(wh_N2), _logs(anchors_LA2)) < np.log(threshold)).mean())
+    return float((_log_ratio(np.log(wh_N2), _log_sides(anchors_LA2)) < np.log(threshold)).mean())
 
 
 def fitness(wh_N2: np.ndarray, anchors_LA2: np.ndarray, threshold: float) -> float:
-    """Mean over boxes of how well the best anchor fits.
+    """Computes how well the best anchor fits, as a mean over boxes.
 
-    That is the smaller of the ratios of width and height, each at most 1; 0 where none fits.
+    That is the smaller of the ratios of width and height, each at most 1; 0 if no anchor fits.
     """
-    return _fitness(np.log(wh_N2), _logs(anchors_LA2), threshold)
+    return _fitness(np.log(wh_N2), _log_sides(anchors_LA2), threshold)
 
 
 def fit_anchors(
@@ -367,12 +371,12 @@ def fit_anchors(
     generations: int = 1000,
     seed: int = 0,
 ) -> AnchorFit:
-    """Fits as many anchors as there are.
+    """Fits as many new anchors as there are.
 
-    The same arguments give the same anchors.  k-means of the logarithms of the sizes gives a start,
-    unless the present anchors are fitter; then every generation changes some sides of the fittest
-    so far at random, and stays if that is fitter.  Ranks must not each fit their own: the last
-    digit of a logarithm, and with it what survives, may depend on the processor.
+    Equal arguments give equal anchors.  The start is k-means of the logarithms of the sizes, or the
+    present anchors if they are fitter; every generation then changes some sides of the fittest
+    anchors at random, and is accepted if it is fitter.  Only one rank may fit: the last digit of a
+    logarithm, and so the result, may depend on the processor.
 
     Args:
         wh_N2: box sizes, input pixels; see `sizes_in_input`.
@@ -390,9 +394,10 @@ def fit_anchors(
             fix="give model.anchors, which stay",
         )
     rng = np.random.Generator(np.random.Philox(seed))
+    # A fit looks at every box in every generation, so their number is limited.
     sample = rng.permutation(len(wh_N2))[:_MOST_BOXES]
     logs_N2 = np.log(wh_N2[np.sort(sample)].astype(np.float32))
-    start_K2, before_K2 = _k_means(logs_N2, wanted, rng), _logs(before_LA2)
+    start_K2, before_K2 = _k_means(logs_N2, wanted, rng), _log_sides(before_LA2)
     if _fitness(logs_N2, before_K2, threshold) > _fitness(logs_N2, start_K2, threshold):
         start_K2 = before_K2
     sides_K2 = np.exp(_evolve(logs_N2, start_K2, threshold, generations, rng))
@@ -409,41 +414,41 @@ def fit_anchors(
 
 
 class Refit(NamedTuple):
-    """Other anchors where they are worth it, and why, for a log."""
+    """New anchors if they are worthwhile, and a message for the log."""
 
     anchors_LA2: np.ndarray | None
-    told: str
+    message: str
 
 
-def refit(wh_N2: np.ndarray, before_LA2: np.ndarray, *, threshold: float, seed: int) -> Refit:
-    """Refits anchors if the present ones have a recall below ENOUGH_RECALL.
-
-    Recall is over boxes.
+def refit_if_needed(
+    wh_N2: np.ndarray, before_LA2: np.ndarray, *, threshold: float, seed: int
+) -> Refit:
+    """Refits the anchors if their recall over boxes is below ENOUGH_RECALL.
 
     Args: as `fit_anchors`.
     """
     recall = best_possible_recall(wh_N2, before_LA2, threshold)
-    told = f"{recall:.1%} of the {len(wh_N2)} training boxes are within reach of an anchor"
+    message = f"{recall:.1%} of the {len(wh_N2)} training boxes are within reach of an anchor"
     if recall >= ENOUGH_RECALL:
-        return Refit(None, f"{told}; the anchors are kept")
+        return Refit(None, f"{message}; the anchors are kept")
     if len(wh_N2) < before_LA2.size // 2:
-        return Refit(None, f"{told}, but there are too few boxes to fit others")
-    found = fit_anchors(wh_N2, before_LA2, threshold=threshold, seed=seed)
-    if found.recall_after <= recall:
-        return Refit(None, f"{told}, and fitting finds no better ones; the anchors are kept")
-    levels = [" ".join(f"{w:g},{h:g}" for w, h in level) for level in found.anchors_LA2]
-    after = f"{found.recall_after:.1%} of anchors fitted to them"
-    return Refit(found.anchors_LA2, f"{told}, {after}: {'; '.join(levels)} (pixels)")
+        return Refit(None, f"{message}, but there are too few boxes to fit others")
+    fit = fit_anchors(wh_N2, before_LA2, threshold=threshold, seed=seed)
+    if fit.recall_after <= recall:
+        return Refit(None, f"{message}, and fitting finds no better ones; the anchors are kept")
+    levels = [" ".join(f"{w:g},{h:g}" for w, h in level) for level in fit.anchors_LA2]
+    after = f"{fit.recall_after:.1%} of anchors fitted to them"
+    return Refit(fit.anchors_LA2, f"{message}, {after}: {'; '.join(levels)} (pixels)")
 
 
-def _logs(anchors_LA2: np.ndarray) -> np.ndarray:
+def _log_sides(anchors_LA2: np.ndarray) -> np.ndarray:
     return np.log(anchors_LA2.reshape(-1, 2).astype(np.float32))
 
 
 def _log_ratio(logs_N2: np.ndarray, anchors_K2: np.ndarray) -> np.ndarray:
-    """Log of the worse of two ratios to the best anchor, [N].
+    """Computes the log of the worse of two side ratios to the best anchor, [N].
 
-    Both arguments are in logarithms.
+    Both arguments are logarithms.
     """
     best_N = np.full(len(logs_N2), np.inf, np.float32)
     for anchor_2 in anchors_K2:
@@ -458,9 +463,9 @@ def _fitness(logs_N2: np.ndarray, anchors_K2: np.ndarray, threshold: float) -> f
 
 
 def _k_means(logs_N2: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """K-means centres [K, 2], started as k-means++ does.
+    """Computes K-means centres [K, 2], started as in k-means++: distant points are likelier.
 
-    Far ones are likelier (Arthur 2007).
+    Source: Arthur and Vassilvitskii 2007, k-means++.
     """
     centres = [logs_N2[rng.integers(len(logs_N2))]]
     far_N = np.full(len(logs_N2), np.inf)
@@ -476,6 +481,7 @@ def _k_means(logs_N2: np.ndarray, count: int, rng: np.random.Generator) -> np.nd
         size_K = np.bincount(nearest_N, minlength=count)
         sums = [np.bincount(nearest_N, logs_N2[:, side], minlength=count) for side in (0, 1)]
         means_K2 = np.stack(sums, axis=1) / np.maximum(size_K, 1)[:, None]
+        # A cluster without boxes keeps its centre.
         centres_K2 = np.where(size_K[:, None] > 0, means_K2, centres_K2).astype(np.float32)
     return centres_K2
 
@@ -487,17 +493,14 @@ def _evolve(
     generations: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Fittest anchors, in logarithms, of `generations` random changes.
-
-    Each changes the fittest so far.
-    """
-    best_K2, best = start_K2, _fitness(logs_N2, start_K2, threshold)
+    """Evolves anchors, in logarithms, by `generations` random changes of the fittest so far."""
+    best_K2, best_score = start_K2, _fitness(logs_N2, start_K2, threshold)
     for _ in range(generations):
         changed_K2 = rng.random(best_K2.shape) < _CHANCE
-        # Mostly small steps, now and then a large one.
+        # A random step size: mostly small changes, sometimes a large one.
         step_K2 = rng.standard_normal(best_K2.shape) * (_SPREAD * rng.random())
         mutant_K2 = (best_K2 + changed_K2 * step_K2).astype(np.float32)
-        found = _fitness(logs_N2, mutant_K2, threshold)
-        if found > best:
-            best_K2, best = mutant_K2, found
+        score = _fitness(logs_N2, mutant_K2, threshold)
+        if score > best_score:
+            best_K2, best_score = mutant_K2, score
     return best_K2

@@ -1,4 +1,4 @@
-"""What all annotation formats share: kinds of issues, boxes, files, class names.
+"""The parts that all annotation formats share: kinds of issues, boxes, files, class names.
 
 readers (coco, voc, yolo) -> RawSet, `complain` of KINDS -> to_detection_set -> DetectionSet
 """
@@ -26,7 +26,7 @@ from ppdist.common.addresses import absolute, is_in_shard, is_remote
 from ppdist.common.errors import DataError
 from ppdist.common.files import read_file, writing
 from ppdist.common.opener import DISK, Opener
-from ppdist.data.datasets.plausibility import first_alike
+from ppdist.data.datasets.plausibility import find_first_equal
 from ppdist.data.image import image_size, is_image_name
 from ppdist.data.types import (
     Box,
@@ -37,9 +37,9 @@ from ppdist.data.types import (
     RawImage,
     RawSet,
     Records,
-    ends,
-    packed_outlines,
-    packed_paths,
+    cumulative_ends,
+    pack_outlines,
+    pack_paths,
 )
 from ppdist.runtime.decoder import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 
@@ -50,8 +50,8 @@ class Kind(NamedTuple):
     """A kind of issue.
 
     severity: error: training stops or loses images; warning: something is corrected or left out;
-    note: handled, good to know.  training, evaluation, fix: what they do about it; evaluation "":
-    as training.
+    note: handled, good to know.  training, evaluation, fix: what training, evaluation and
+    `data check --fix` do about it; evaluation "": as training.
     """
 
     severity: Severity
@@ -241,18 +241,18 @@ KINDS: dict[str, Kind] = {
 
 _LOGGER = logging.getLogger("ppdist.data")
 CLEAN_COPY = "`ppdist data check --fix DIR` writes a copy of the set without it"
-_FEW = 0.1  # share of what is wrong alike up to which leaving it out is the remedy
-_OF_IMAGES = {  # kinds of which an image has one, not each of its objects
+_FEW_SHARE = 0.1  # share of wrong entries up to which leaving them out is the remedy
+_IMAGE_KINDS = {  # kinds that concern an image, not its objects
     *("annotation_missing", "annotation_unreadable", "image_id_duplicate", "image_missing"),
     "path_outside",
 }
 
 
 @dataclass
-class Strictly:
-    """`Complain` for training: errors stop it, warnings are logged by kind.
+class IssueLog:
+    """The `Complain` of training: errors stop it, warnings are logged by kind.
 
-    Errors stop it once a split is read; each kind of warning becomes one line.
+    Errors stop training once a split is read; each kind of warning becomes one line.
     """
 
     _first: dict[str, Issue] = field(default_factory=dict)
@@ -262,34 +262,36 @@ class Strictly:
         self._first.setdefault(issue.code, issue)
         self._counts[issue.code] += 1
 
-    def met(self, code: str) -> bool:
-        """Whether there was an issue of this kind."""
+    def has_kind(self, code: str) -> bool:
+        """Returns True if there was an issue of this kind."""
         return code in self._counts
 
     def report(self, *read: RawSet | RawColumns | DetectionSet) -> tuple[str, ...]:
         """Logs the warnings and returns their lines; empty without issues.
 
-        Args: read: what could be read, beside which errors are few or many.
+        Args: read: the usable part of the split, by which errors count as few or many.
         Raises: DataError: the first error.
         """
         for kind, issue in self._first.items():
             if KINDS[kind].severity == "error":
-                images, objects = map(sum, zip((0, 0), *map(_numbers, read)))
-                fix = _remedy(kind, self._counts[kind], images if kind in _OF_IMAGES else objects)
+                images, objects = map(sum, zip((0, 0), *map(_count_entries, read)))
+                fix = _suggest_fix(
+                    kind, self._counts[kind], images if kind in _IMAGE_KINDS else objects
+                )
                 more = f" (and {self._counts[kind] - 1} more)" if self._counts[kind] > 1 else ""
                 raise DataError(f"{issue.what}{more}", code=kind, where=issue.where, fix=fix)
         lines = []
         for kind, issue in self._first.items():
             if KINDS[kind].severity == "warning":
-                others = self._counts[kind] - 1
-                also = f" (and {others} more: {KINDS[kind].meaning})" if others else ""
-                lines.append(f"{issue.text}{also}")
+                remaining = self._counts[kind] - 1
+                suffix = f" (and {remaining} more: {KINDS[kind].meaning})" if remaining else ""
+                lines.append(f"{issue.text}{suffix}")
                 _LOGGER.warning(lines[-1])
         return tuple(lines)
 
 
-def _numbers(read: RawSet | RawColumns | DetectionSet) -> tuple[int, int]:
-    """Number of images and of objects."""
+def _count_entries(read: RawSet | RawColumns | DetectionSet) -> tuple[int, int]:
+    """Counts images and objects."""
     if isinstance(read, RawSet):
         return len(read.images), sum(len(image.objects) for image in read.images)
     if isinstance(read, RawColumns):
@@ -297,34 +299,34 @@ def _numbers(read: RawSet | RawColumns | DetectionSet) -> tuple[int, int]:
     return len(read.records), len(Records.of(read.records).labels_O)
 
 
-def _remedy(kind: str, wrong: int, good: int) -> str:
-    """Advice on wrong entries: leave out few, find the cause of many."""
+def _suggest_fix(kind: str, wrong: int, good: int) -> str:
+    """Suggests how to fix wrong entries: leave out few, find the cause of many."""
     if KINDS[kind].fix == _NOT_FIXED:
         return ""
-    if good and wrong <= max(2, _FEW * good):
+    if good and wrong <= max(2, _FEW_SHARE * good):
         return CLEAN_COPY
     if wrong + good == 1:
         return ""
-    things = "images" if kind in _OF_IMAGES else "objects"
+    noun = "images" if kind in _IMAGE_KINDS else "objects"
     share = f"all {wrong}" if not good else f"{wrong} of {wrong + good}"
-    return f"this affects {share} {things}: check how they were written or exported"
+    return f"this affects {share} {noun}: check how they were written or exported"
 
 
-def quietly(issue: Issue) -> None:
-    """A `Complain` where the issue was said before, or does not matter."""
+def ignore_issue(issue: Issue) -> None:
+    """Ignores an issue that was reported before or does not matter; a `Complain`."""
 
 
 class Malformed(Exception):
-    """Part of a file that its reader complains of and leaves out."""
+    """The error of a part of a file that its reader complains of and leaves out."""
 
     def __init__(self, issue: Issue) -> None:
         super().__init__(issue.text)
         self.issue = issue
 
 
-def listed(names: Sequence[str], most: int = 10) -> str:
-    """`a, b, ...`, as messages name the first of many."""
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+def abbreviate(names: Sequence[str], limit: int = 10) -> str:
+    """Joins names as `a, b, ...`, with only the first of many."""
+    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
 
 
 def to_detection_set(
@@ -334,42 +336,43 @@ def to_detection_set(
     duplicates: str = "once",
     masks: bool = False,
     notes: tuple[str, ...] = (),
-    whole: bool = False,
+    all_images: bool = False,
 ) -> DetectionSet:
-    """What training uses of what the files say: good boxes in float32.
+    """Converts annotations to the set that training uses: good boxes in float32.
 
     An image whose boxes are all dropped is left out: to learn it as background would be wrong.
 
     Args:
         bad_boxes: see BoxPolicy.
         duplicates: `data.duplicate_boxes`.
-        masks: keep the outlines of objects, float32 as they are, also where a box was cut.
+        masks: keeps the outlines of objects, float32, unchanged even if a box was clipped.
         notes: corrections made while reading the files, before those made here.
-        whole: keep all images.
-    Raises: DataError: a bad box where the policy is `error`, not one good box in images with boxes.
+        all_images: keeps all images.
+    Raises: DataError: a bad box if the policy is `error`, no good box in images that have boxes.
     """
     columns = RawColumns.of(raw, masks=masks) if isinstance(raw, RawSet) else raw
     policy = BoxPolicy(bad_boxes, columns.source)
     count = len(columns.paths)
+    # Stable, so that objects of an image keep the order of the file.
     by_image_O = columns.image_O.argsort(kind="stable")
     repeats_N = np.zeros(count, np.int64)
     if duplicates == "once":
-        first_O = first_alike(columns) == np.arange(len(by_image_O))
+        first_O = find_first_equal(columns) == np.arange(len(by_image_O))
         by_image_O = by_image_O[first_O[by_image_O]]
         repeats_N = np.bincount(columns.image_O[~first_O], minlength=count)
-    good = _good_objects(columns, policy, by_image_O)
+    good = _select_objects(columns, policy, by_image_O)
     annotated_N = np.bincount(columns.image_O, minlength=count)
     counts_N = np.bincount(columns.image_O[good.numbers_O], minlength=count)
     lost_N = (annotated_N > 0) & (counts_N == 0) & columns.size_known_N
-    lost = [] if whole else [columns.paths[index] for index in np.flatnonzero(lost_N).tolist()]
+    lost = [] if all_images else [columns.paths[index] for index in np.flatnonzero(lost_N).tolist()]
     kept_N = ~lost_N if lost else np.ones(count, bool)
     paths = columns.paths if not lost else [p for p, keep in zip(columns.paths, kept_N) if keep]
     arrays = {
-        **packed_paths(absolute_paths(paths)),
+        **pack_paths(absolute_paths(paths)),
         "image_ids_N": columns.image_ids_N[kept_N],
         "sizes_N2": columns.sizes_N2[kept_N],
         "counts_N": counts_N[kept_N],
-        "object_ends": ends(counts_N[kept_N]),
+        "object_ends": cumulative_ends(counts_N[kept_N]),
         "boxes_O4": good.boxes_O4,
         "labels_O": columns.labels_O[good.numbers_O],
         "crowd_O": columns.crowd_O[good.numbers_O],
@@ -380,7 +383,7 @@ def to_detection_set(
             tuple(part_K2.astype(np.float32) for part_K2 in columns.outlines[number])
             for number in good.numbers_O.tolist()
         ]
-        arrays |= packed_outlines(outlines) if outlines else {}
+        arrays |= pack_outlines(outlines) if outlines else {}
     if lost and len(lost) == count:
         raise DataError(
             f"no usable box in its {count} images: {policy.done}, first {lost[0]}",
@@ -404,25 +407,25 @@ def to_detection_set(
 
 
 def absolute_paths(paths: Iterable[str]) -> list[str]:
-    """`absolute` of each.
+    """Makes paths absolute.
 
-    A million images lie in few folders, so that each folder is looked at once.
+    Resolves each folder once, as a million images are in few folders.
     """
-    known: dict[str, str] = {}
+    absolute_folders: dict[str, str] = {}
     result = []
     for path in paths:
         folder, _, name = path.rpartition(os.sep)
         if not folder or name in ("", os.curdir, os.pardir):
             result.append(absolute(path))
         else:
-            if folder not in known:
-                known[folder] = os.path.join(absolute(folder), "")
-            result.append(known[folder] + name)
+            if folder not in absolute_folders:
+                absolute_folders[folder] = os.path.join(absolute(folder), "")
+            result.append(absolute_folders[folder] + name)
     return result
 
 
 def _repeats_line(columns: RawColumns, repeats_N: np.ndarray) -> str:
-    """Says how many boxes repeat another one."""
+    """Describes how many boxes repeat another one."""
     images = np.flatnonzero(repeats_N)
     return (
         f"{columns.source}: {repeats_N.sum()} duplicates among {len(columns.image_O)} boxes count "
@@ -432,18 +435,18 @@ def _repeats_line(columns: RawColumns, repeats_N: np.ndarray) -> str:
 
 
 def _lost_line(columns: RawColumns, lost: Sequence[str], background: int) -> str:
-    """Says which images have no good box."""
+    """Describes which images have no good box."""
     return (
         f"{columns.source}: {len(lost)} of {len(columns.paths)} images are left out, because none "
-        f"of their boxes can be used: {listed(lost, 3)} ({background} images are annotated to show "
-        f"no object, and stay as background)"
+        f"of their boxes can be used: {abbreviate(lost, 3)} ({background} images are annotated to "
+        f"show no object, and stay as background)"
     )
 
 
-class _Good(NamedTuple):
-    """Good objects.
+class _UsableObjects(NamedTuple):
+    """The objects of a split that training can use.
 
-    numbers_O: of the objects that are used, image after image; boxes_O4, area_O: float32.
+    numbers_O: of these objects, image after image; boxes_O4, area_O: float32.
     """
 
     numbers_O: np.ndarray
@@ -451,38 +454,40 @@ class _Good(NamedTuple):
     area_O: np.ndarray
 
 
-_AT_ONCE = 1 << 18  # objects: what they need in between is small beside what is kept of a set
+_CHUNK = 1 << 18  # objects at a time: keeps temporary arrays small beside those of the set
 
 
-def _good_objects(columns: RawColumns, policy: "BoxPolicy", by_image_O: np.ndarray) -> _Good:
-    """Good objects of a split.
+def _select_objects(
+    columns: RawColumns, policy: "BoxPolicy", by_image_O: np.ndarray
+) -> _UsableObjects:
+    """Selects the usable objects of a split, with corrected boxes.
 
     Args: by_image_O: the numbers of all objects, image after image.
     """
-    parts = [_Good(by_image_O[:0], np.zeros((0, 4), np.float32), np.zeros(0, np.float32))]
-    # No box lies outside an image of unknown size; `data.bad_images` handles those.
+    parts = [_UsableObjects(by_image_O[:0], np.zeros((0, 4), np.float32), np.zeros(0, np.float32))]
+    # An image of unknown size has no border; `data.bad_images` handles such images.
     sizes_N2 = np.where(columns.size_known_N[:, None], columns.sizes_N2, 2**31)
-    for begin in range(0, len(by_image_O), _AT_ONCE):
-        numbers_P = by_image_O[begin : begin + _AT_ONCE]
+    for begin in range(0, len(by_image_O), _CHUNK):
+        numbers_P = by_image_O[begin : begin + _CHUNK]
         sizes_P2 = sizes_N2[columns.image_O[numbers_P]]
         boxes_P4, used_P = policy.apply(
             columns.boxes_O4[numbers_P], sizes_P2, numbers_P, columns.where
         )
         numbers_P = numbers_P[used_P]
         area_P, sides_P2 = columns.area_O[numbers_P], boxes_P4[:, 2:] - boxes_P4[:, :2]
-        # Files that leave the area open write none, 0, or what their swapped corners gave.
+        # Files without areas have none, 0, or one computed from swapped corners.
         known_P = (area_P > 0) & (area_P < math.inf)
         area_P = np.where(known_P, area_P, sides_P2[:, 0] * sides_P2[:, 1])
-        parts.append(_Good(numbers_P, _float32(boxes_P4), _float32(area_P)))
-    return _Good(*(np.concatenate(column) for column in zip(*parts)))
+        parts.append(_UsableObjects(numbers_P, _float32(boxes_P4), _float32(area_P)))
+    return _UsableObjects(*(np.concatenate(column) for column in zip(*parts)))
 
 
 def _float32(values: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # what no float32 holds is infinite there
+    with np.errstate(over="ignore"):  # too large for float32 becomes infinite
         return values.astype(np.float32)
 
 
-_SAID = {  # of a bad box: to who asked to stop there, and where they are counted
+_BOX_TEXTS = {  # of a bad box: in an error, and in the summary of a split
     "box_not_finite": ("is not finite", "not finite"),
     "box_swapped": ("has its corners the wrong way round", "corners swapped"),
     "box_no_area": ("has no area", "without area"),
@@ -493,11 +498,11 @@ _SAID = {  # of a bad box: to who asked to stop there, and where they are counte
 
 @dataclass
 class BoxPolicy:
-    """Applies `data.bad_boxes` to a split and says once what it did.
+    """A policy for bad boxes, `data.bad_boxes`, applied to a split and reported once.
 
-    `clip` puts swapped corners in order, cuts at the border and drops what has no area then;
-    `drop` drops every bad box; `error` stops at the first.  What sticks out by less than a pixel
-    is cut off silently.  What is bad: see box_problem.
+    `clip` puts swapped corners in order, clips at the border and drops boxes without an area then;
+    `drop` drops every bad box; `error` stops at the first.  Boxes that stick out by less than a
+    pixel are clipped silently.  See `box_problem` for what is bad.
     """
 
     policy: str
@@ -512,12 +517,13 @@ class BoxPolicy:
         numbers_P: np.ndarray,
         where: Callable[[int], str],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Applies the policy; returns the boxes to use, and which they are.
+        """Applies the policy; returns the usable boxes, and which they are.
 
         Args:
             boxes_P4: float64 x1 y1 x2 y2, pixels.
-            sizes_P2: (height, width) of the image of each, pixels.
-            numbers_P, where: of the objects; names the annotation of one in an error.
+            sizes_P2: (height, width) of their images, pixels.
+            numbers_P: of the objects.
+            where: names the annotation of an object number, for errors.
         Returns: [U, 4] float64, inside their images; [P] bool.
         Raises: DataError: a box is bad and the policy is `error`.
         """
@@ -525,14 +531,14 @@ class BoxPolicy:
         problem_P = box_problems(boxes_P4, sizes_P2)
         bad = np.flatnonzero(problem_P)
         if not len(bad):
-            return cut_boxes(boxes_P4, sizes_P2), problem_P == 0
+            return clip_boxes(boxes_P4, sizes_P2), problem_P == 0
         if self.policy == "error":
             first = int(bad[0])
             x1, y1, x2, y2 = boxes_P4[first].tolist()
             height, width = sizes_P2[first].tolist()
             problem = _PROBLEMS[problem_P[first]]
             raise DataError(
-                f"{box_text((x1, y1, x2, y2))} {_SAID[problem][0].format(width, height)}",
+                f"{describe_box((x1, y1, x2, y2))} {_BOX_TEXTS[problem][0].format(width, height)}",
                 code=problem,
                 where=where(int(numbers_P[first])),
                 fix="fix the file, or set data.bad_boxes: clip",
@@ -541,7 +547,7 @@ class BoxPolicy:
             boxes_P4 = boxes_P4.copy()
             swapped = bad[problem_P[bad] == _PROBLEMS.index("box_swapped")]
             self._count("put in order", "box_swapped", len(swapped))
-            boxes_P4[swapped] = boxes_in_order(boxes_P4[swapped])
+            boxes_P4[swapped] = order_boxes(boxes_P4[swapped])
             problem_P[swapped] = box_problems(boxes_P4[swapped], sizes_P2[swapped])
             out_P = problem_P == _PROBLEMS.index("box_sticking_out")
             self._count("clipped", "box_sticking_out", int(out_P.sum()))
@@ -550,36 +556,33 @@ class BoxPolicy:
             if number:
                 self._count("dropped", _PROBLEMS[number], count)
         used_P = problem_P == 0
-        return cut_boxes(boxes_P4[used_P], sizes_P2[used_P]), used_P
+        return clip_boxes(boxes_P4[used_P], sizes_P2[used_P]), used_P
 
-    def _count(self, done: str, problem: str, boxes: int) -> None:
+    def _count(self, action: str, problem: str, boxes: int) -> None:
         if boxes:
-            self._counts[f"{done} ({_SAID[problem][1]})"] += boxes
+            self._counts[f"{action} ({_BOX_TEXTS[problem][1]})"] += boxes
 
     @property
     def done(self) -> str:
-        """How many boxes were changed or dropped, and how."""
-        done = ", ".join(f"{count} {what}" for what, count in sorted(self._counts.items()))
+        """Describes how many boxes were changed or dropped, and how."""
+        done = ", ".join(f"{count} {action}" for action, count in sorted(self._counts.items()))
         return f"{done} of {self._boxes} boxes"
 
     def report(self) -> tuple[str, ...]:
-        """One line for the split; empty if all good.
-
-        All good: every box could be used as it is.
-        """
+        """Returns a line for the split; none if every box could be used unchanged."""
         if not self._counts:
             return ()
         return (f"{self.source}: {self.done} (data.bad_boxes: {self.policy})",)
 
 
-_ROUNDING = 1.0  # pixels by which a box may stick out without a word: formats round and count
+_ROUNDING = 1.0  # pixels by which a box may stick out unreported: formats round and count
 
 
 def box_problem(box: Box, width: int, height: int) -> str | None:
-    """Kind (see KINDS) of a box's problem, or None.
+    """Returns the kind (see KINDS) of the problem of a box, or None.
 
     Sticking out by up to a pixel is not wrong: formats round, and count from 0 or 1.  A box has an
-    area if it still has one as float32, which is what training makes of it.
+    area if it still has one as float32, the type that training uses.
     """
     if not all(map(math.isfinite, box)):
         return "box_not_finite"
@@ -588,24 +591,24 @@ def box_problem(box: Box, width: int, height: int) -> str | None:
         return "box_swapped"
     if not _has_area(box):
         return "box_no_area"
-    cut = cut_box(box, width, height)
+    cut = clip_box(box, width, height)
     if not _has_area(cut):
         return "box_outside"
-    if max(abs(given - kept) for given, kept in zip(box, cut)) > _ROUNDING:
+    if max(abs(before - after) for before, after in zip(box, cut)) > _ROUNDING:
         return "box_sticking_out"
     return None
 
 
-_PROBLEMS = ("", *_SAID)  # 0: none; the first of them that fits is what is wrong with a box
+_PROBLEMS = ("", *_BOX_TEXTS)  # 0: none; a box has the first problem that applies
 
 
 def box_problems(boxes_P4: np.ndarray, sizes_P2: np.ndarray) -> np.ndarray:
-    """`box_problem` of many boxes: [P] int64, positions in _PROBLEMS.
+    """Applies `box_problem` to many boxes: [P] int64, positions in _PROBLEMS.
 
     Args: as `BoxPolicy.apply`.
     """
     with np.errstate(invalid="ignore"):
-        cut_P4 = cut_boxes(boxes_P4, sizes_P2)
+        cut_P4 = clip_boxes(boxes_P4, sizes_P2)
         wrong_5P = (
             ~np.isfinite(boxes_P4).all(axis=1),
             (boxes_P4[:, 2:] < boxes_P4[:, :2]).any(axis=1),
@@ -621,25 +624,26 @@ def _have_area(boxes_P4: np.ndarray) -> np.ndarray:
     return np.all(boxes_P4[:, 2:] > boxes_P4[:, :2], axis=1)
 
 
-def cut_boxes(boxes_P4: np.ndarray, sizes_P2: np.ndarray) -> np.ndarray:
-    """`cut_box` of many boxes.
+def clip_boxes(boxes_P4: np.ndarray, sizes_P2: np.ndarray) -> np.ndarray:
+    """Applies `clip_box` to many boxes.
 
     Args: as `BoxPolicy.apply`.
     """
-    most_P4 = sizes_P2[:, [1, 0, 1, 0]]
-    low_P4 = np.where(boxes_P4 < 0, 0.0, boxes_P4)  # as min and max do it, down to the sign of 0
-    return np.where(most_P4 < low_P4, most_P4, low_P4)
+    limit_P4 = sizes_P2[:, [1, 0, 1, 0]]
+    # Exactly as min and max do, even in the sign of 0.
+    low_P4 = np.where(boxes_P4 < 0, 0.0, boxes_P4)
+    return np.where(limit_P4 < low_P4, limit_P4, low_P4)
 
 
-def boxes_in_order(boxes_P4: np.ndarray) -> np.ndarray:
-    """`box_in_order` of many boxes."""
+def order_boxes(boxes_P4: np.ndarray) -> np.ndarray:
+    """Applies `order_box` to many boxes."""
     first_P2, last_P2 = boxes_P4[:, :2], boxes_P4[:, 2:]
     low_P2 = np.where(last_P2 < first_P2, last_P2, first_P2)
     return np.concatenate([low_P2, np.where(last_P2 > first_P2, last_P2, first_P2)], axis=1)
 
 
-def box_text(box: Box) -> str:
-    """Box as messages show it."""
+def describe_box(box: Box) -> str:
+    """Formats a box for messages."""
     x1, y1, x2, y2 = box
     return f"box (x={x1:g}, y={y1:g}, w={x2 - x1:g}, h={y2 - y1:g})"
 
@@ -649,8 +653,8 @@ def _has_area(box: Box) -> bool:
     return x2 > x1 and y2 > y1
 
 
-def cut_box(box: Box, width: int, height: int) -> Box:
-    """The part of a box that is inside its image."""
+def clip_box(box: Box, width: int, height: int) -> Box:
+    """Returns the part of a box that is inside its image."""
     return (
         min(max(box[0], 0.0), width),
         min(max(box[1], 0.0), height),
@@ -659,17 +663,17 @@ def cut_box(box: Box, width: int, height: int) -> Box:
     )
 
 
-def box_in_order(box: Box) -> Box:
-    """The same corners with x1 <= x2 and y1 <= y2."""
+def order_box(box: Box) -> Box:
+    """Returns the box with x1 <= x2 and y1 <= y2."""
     x1, y1, x2, y2 = box
     return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
 
 
-def outlines_in(value: Any) -> tuple[np.ndarray, ...] | None:
-    """Outlines parsed from lists of numbers; None: it is something else.
+def parse_outlines(value: Any) -> tuple[np.ndarray, ...] | None:
+    """Parses outlines from lists of numbers; None: they are something else.
 
-    [[x1, y1, x2, y2, x3, y3, ...], ...] becomes float64 [K, 2] each.  Parts of fewer than three
-    points, which have no area, are left out where others have one.
+    Converts each list of [[x1, y1, x2, y2, x3, y3, ...], ...] to float64 [K, 2].  Parts of fewer
+    than three points, which have no area, are left out if other parts have one.
     """
     if not isinstance(value, list):
         return None
@@ -683,9 +687,9 @@ def outlines_in(value: Any) -> tuple[np.ndarray, ...] | None:
     return outlines if outlines or not parts else None
 
 
-def extent_of(value: Any) -> Box | None:
-    """Box around outlines as files have them; None: absent or malformed."""
-    outlines = outlines_in(value)
+def outline_extent(value: Any) -> Box | None:
+    """Returns the box around outlines in the form of files; None: absent or malformed."""
+    outlines = parse_outlines(value)
     if not outlines:
         return None
     points_K2 = np.concatenate(outlines)
@@ -694,83 +698,84 @@ def extent_of(value: Any) -> Box | None:
 
 
 class Size(NamedTuple):
-    """Image size in pixels.
+    """The size of an image in pixels.
 
-    known: False: the size is unknown, given as 1x1.
+    is_known: False: the size is unknown, given as 1x1.
     """
 
     width: int
     height: int
-    known: bool
+    is_known: bool
 
 
-def size_of(
+def resolve_size(
     path: Path,
     width: int | None,
     height: int | None,
-    said: str,
+    annotated: str,
     where: str,
     complain: Complain,
     opener: Opener = DISK,
 ) -> Size:
-    """Annotated size of an image, or its own size and an issue.
+    """Returns the annotated size of an image, or else that of its file, with an issue.
 
     Args:
-        width, height: as annotated; None: not, or no number.
-        said: what the annotation has in their place, for the issue.
+        width, height: as annotated; None: missing, or not a number.
+        annotated: the text of the annotated size, for the issue.
     """
     if width and height and 0 < width < 2**31 and 0 < height < 2**31:
         return Size(width, height, True)
-    own = own_size(path, opener)
-    if own.known:
-        what = f"{said}: using the size of the image, {own.width}x{own.height}"
-        complain(Issue("size_missing", what, str(path), where))
-    return own
+    file_size = read_size(path, opener)
+    if file_size.is_known:
+        message = f"{annotated}: using the size of the image, {file_size.width}x{file_size.height}"
+        complain(Issue("size_missing", message, str(path), where))
+    return file_size
 
 
-def own_size(path: Path, opener: Opener = DISK) -> Size:
-    """The size in the header of an image file.
+def read_size(path: Path, opener: Opener = DISK) -> Size:
+    """Reads the size from the header of an image file.
 
-    Of one that is absent or cannot be read 1x1: the check of the whole split names all absent ones
-    at once, `data.bad_images` decides about the others, and no image of another size is taken.
+    Returns: 1x1, not known, for a file that is missing or unreadable: the check of the whole split
+        lists all missing ones at once, and `data.bad_images` decides about the others.
     """
-    found = image_size(path, opener)
-    return Size(1, 1, False) if found is None else Size(*found, True)
+    size = image_size(path, opener)
+    return Size(1, 1, False) if size is None else Size(*size, True)
 
 
-LARGEST_AREA = 1e300  # JSON has whole numbers that no float can hold
+LARGEST_AREA = 1e300  # JSON allows integers that no float can hold
 
 
-def area_in(value: Any) -> float | None:
-    """An area as in the files; None: not a finite number."""
+def parse_area(value: Any) -> float | None:
+    """Parses an area in a file; None: not a finite number."""
     good = isinstance(value, int | float) and abs(value) < LARGEST_AREA
     return float(value) if good else None
 
 
-def find_repeats(images: Sequence[RawImage], complain: Complain) -> None:
-    """Complains of every image that is listed a second time."""
+def report_repeated_images(images: Sequence[RawImage], complain: Complain) -> None:
+    """Complains of every image that is listed more than once."""
     seen: set[Path] = set()
     for image in images:
         if image.path in seen:
-            what = f"{image.path.name} is listed a second time"
-            complain(Issue("image_listed_twice", what, str(image.path), image.where))
+            message = f"{image.path.name} is listed a second time"
+            complain(Issue("image_listed_twice", message, str(image.path), image.where))
         seen.add(image.path)
 
 
-def inside_folder(folder: Path, name: str, where: str) -> Path:
-    """folder / name.
+def join_inside(folder: Path, name: str, where: str) -> Path:
+    """Joins a folder and a name that must not lead out of it.
 
-    Symbolic links in the folder are followed: they are the user's, the names are the file's.
+    Follows symbolic links in the folder: the user made those, while names come from a file.
 
-    Raises: DataError: the name leads out of the folder, or no file can be called so.
+    Raises: DataError: the name leads out of the folder, or is not a possible file name.
     """
     try:
-        usable = "\0" not in name and bool(os.fsencode(name))
+        is_valid = "\0" not in name and bool(os.fsencode(name))
     except UnicodeEncodeError:  # half a surrogate pair, from a damaged JSON file
-        usable = False
-    if not usable:
+        is_valid = False
+    if not is_valid:
         raise DataError(f"{name!r} cannot be a file name", code="bad_file_name", where=where)
     path = os.path.normpath(name if is_remote(name) else os.path.join(folder, name))
+    # With a separator at the end, so that `images2` is not inside `images`.
     if not path.startswith(os.path.join(os.path.normpath(folder), "")):
         raise DataError(
             f"file name {name!r} leads out of {folder}", code="path_outside", where=where
@@ -786,35 +791,41 @@ SPLIT_WORDS = {
 }
 
 
-def split_of(name: str) -> str:
-    """Split that a name like `instances_train2017` indicates; "": none."""
+def guess_split(name: str) -> str:
+    """Guesses the split from a name like `instances_train2017`; "": none."""
     words = re.findall("[a-z]+|训练|验证|测试", name.lower())
     return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "")
 
 
-def split_of_folders(path: str) -> str:
-    """Returns the split that the deepest of a path's folders indicates; "": none."""
+def guess_split_of_path(path: str) -> str:
+    """Guesses the split from the deepest folder of a path that indicates one; "": none."""
     deepest_first = reversed(Path(path).parent.parts)
-    return next(filter(None, map(split_of, deepest_first)), "")
+    return next(filter(None, map(guess_split, deepest_first)), "")
 
 
 def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path | None:
     """Finds the image that an annotation file calls `name`.
 
-    Returns None, with an issue, if it is not found.
+    A name is relative to the folder, or an absolute path of an image.  If there is no such file,
+    tries in turn:
 
-    A name is relative to the folder, or an absolute path of an image.  Where there is no such file,
-    it may be there in other bytes: names from an archive made on a Chinese Windows are GBK on disk,
-    on a Western one Windows-1252, macOS takes letters and accents apart, and Windows separates
-    folders by a backslash.  Label Studio percent-encodes names.  Else it is what the end of the
-    name leads to, because tools write paths of their own machines and folders
-    (`data/obj_train_data/a.jpg`, `..\\..\\upload\\a.jpg`), or the only file below the folder with
-    its last part.  In these three cases an issue says so.  An image of another split never is: a
-    training image that is missing is not the validation's of that name.
+    - the name in other bytes: names from an archive made on a Chinese Windows are GBK on disk, on a
+      Western one Windows-1252; macOS separates letters and accents, and Windows separates folders
+      by a backslash.
+    - the name with percent-encoding added or removed, as by Label Studio.
+    - the end of the path, because tools write paths of their own machines and folders
+      (`data/obj_train_data/a.jpg`, `..\\..\\upload\\a.jpg`).
+    - the only file below the folder with its last part.
+
+    The last three report an issue.  An image of another split is never taken: a missing training
+    image is not the validation image of the same name.
+
+    Returns: a path, of no file if none was found; None, with an issue, if the name leads out of the
+        folder or is not a possible file name.
     """
     path, outside = None, None
     try:
-        path = inside_folder(folder, name, where)
+        path = join_inside(folder, name, where)
     except DataError as error:
         outside = Issue("path_outside", error.what, where=error.where)
         if error.code != "path_outside":
@@ -822,19 +833,20 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
             return None
         if os.path.isabs(name) and is_image_name(os.path.basename(name)) and os.path.isfile(name):
             return Path(os.path.normpath(name))
-    if path is not None and (is_remote(path) or is_there(path)):
+    if path is not None and (is_remote(path) or file_exists(path)):
         return path
     forward = name.replace("\\", "/")
-    for spelt in (*_other_spellings(name), *_other_spellings(forward)):
-        other = Path(os.path.normpath(os.path.join(folder, spelt)))
-        if other.is_relative_to(os.path.normpath(folder)) and is_there(other):
-            return other
-    elsewhere = encoded_name(folder, forward) or _image_by_its_end(str(folder), forward)
-    if elsewhere and not _of_another_split(os.path.relpath(elsewhere, folder), forward, where):
+    # No issue for these: the name is right, and only bytes or separators differ.
+    for spelling in (*_other_spellings(name), *_other_spellings(forward)):
+        candidate = Path(os.path.normpath(os.path.join(folder, spelling)))
+        if candidate.is_relative_to(os.path.normpath(folder)) and file_exists(candidate):
+            return candidate
+    elsewhere = find_encoded(folder, forward) or _find_by_path_end(str(folder), forward)
+    if elsewhere and not _is_other_split(os.path.relpath(elsewhere, folder), forward, where):
         expected = os.path.normpath(os.path.join(folder, forward))
         if elsewhere.casefold() != expected.casefold():  # differing only in case is expected
-            what = f"{name}: not found; using {elsewhere}"
-            complain(Issue("image_elsewhere", what, elsewhere, where))
+            message = f"{name}: not found; using {elsewhere}"
+            complain(Issue("image_elsewhere", message, elsewhere, where))
         return Path(elsewhere)
     if outside is not None:
         complain(outside)
@@ -854,27 +866,27 @@ def _other_spellings(name: str) -> Iterator[str]:
             continue
 
 
-def encoded_name(folder: str | os.PathLike[str], name: str) -> str:
+def find_encoded(folder: str | os.PathLike[str], name: str) -> str:
     """Finds the file below a folder whose name differs in percent-encoding; "": none.
 
     Either the name of the file or `name` may be encoded.
     """
     for form in dict.fromkeys((name, unquote(name))):
         path = os.path.normpath(os.path.join(folder, form))
-        if not _inside(path, os.path.normpath(folder)):  # %2F is a slash
+        if not _is_below(path, os.path.normpath(folder)):  # %2F is a slash
             continue
-        if form != name and is_there(path):
+        if form != name and file_exists(path):
             return path
         place, last = os.path.split(path)
-        if last in (encoded := _encoded_in(place)):
+        if last in (encoded := _encoded_names(place)):
             return os.path.join(place, encoded[last])
     return ""
 
 
 @lru_cache(maxsize=64)
-def _encoded_in(folder: str) -> dict[str, str]:
+def _encoded_names(folder: str) -> dict[str, str]:
     """Maps the decoded form of percent-encoded names in a folder to these names."""
-    return {unquote(name): name for name in sorted(_names_in(folder)) if "%" in name}
+    return {unquote(name): name for name in sorted(_list_names(folder)) if "%" in name}
 
 
 def has_image(folder: str | os.PathLike[str], stem: str) -> bool:
@@ -883,50 +895,57 @@ def has_image(folder: str | os.PathLike[str], stem: str) -> bool:
     A label of this name belongs to it, and to none whose name differs in percent-encoding.
     """
     suffixes = (form for suffix in IMAGE_SUFFIXES for form in (suffix, suffix.upper()))
-    return any(is_there(os.path.join(folder, f"{stem}{suffix}")) for suffix in suffixes)
+    return any(file_exists(os.path.join(folder, f"{stem}{suffix}")) for suffix in suffixes)
 
 
-def _image_by_its_end(folder: str, name: str) -> str:
-    """Only file at the longest matching end of a path, or ""; as it stands, then decoded."""
+def _find_by_path_end(folder: str, name: str) -> str:
+    """Finds the file at the longest end of a path that exists below a folder; "": none.
+
+    Tries the path unchanged, then percent-decoded; finally the only file with its last part.
+    """
     for form in dict.fromkeys((name, unquote(name))):
         parts = [part for part in form.split("/") if part not in ("", os.curdir, os.pardir)]
+        # The whole path was tried before, and its last part alone is a task of `_unique_files`.
         for begin in range(1, len(parts) - 1):
             path = os.path.join(folder, *parts[begin:])
-            if is_there(path):
+            if file_exists(path):
                 return path
-        if parts and (last := parts[-1].casefold()) in (only := _only_below(folder)):
+        if parts and (last := parts[-1].casefold()) in (only := _unique_files(folder)):
             return only[last]
     return ""
 
 
-def _of_another_split(path: str, name: str, where: str) -> bool:
-    """Whether a file's folders indicate another split than the requested one.
+def _is_other_split(path: str, name: str, where: str) -> bool:
+    """Returns True if a file's folders indicate another split than the requested one.
 
-    Its name and the list that names it tell which split was requested.
+    The name that was looked for, and the list that contains it, tell the requested split.
     """
     listing = Path(where)
+    # The name of an XML file is that of its image, which says nothing about the split.
     is_list = listing.suffix.lower() in (".txt", ".json")
-    requested = {split_of_folders(name), split_of(listing.stem) if is_list else ""} - {""}
-    return bool(requested) and split_of_folders(path) not in {*requested, ""}
+    requested = {guess_split_of_path(name), guess_split(listing.stem) if is_list else ""} - {""}
+    return bool(requested) and guess_split_of_path(path) not in {*requested, ""}
 
 
-def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is in its folder, listed once until `look_anew`."""
+def file_exists(path: str | os.PathLike[str]) -> bool:
+    """Returns True if a file is in its folder, which is listed once until
+    `forget_folder_listings`.
+    """
     place, name = os.path.split(path)
-    return name in _names_in(place or os.curdir) or is_in_shard(path)
+    return name in _list_names(place or os.curdir) or is_in_shard(path)
 
 
 @lru_cache(maxsize=1 << 16)
-def _names_in(folder: str) -> frozenset[str]:
+def _list_names(folder: str) -> frozenset[str]:
     try:
         return frozenset(os.listdir(folder))
-    except (OSError, ValueError):  # NUL in a name, too; who reads from it says what is wrong
+    except (OSError, ValueError):  # ValueError: NUL in a name; reading it will report the cause
         return frozenset()
 
 
 @lru_cache(maxsize=4)
-def _only_below(folder: str) -> dict[str, str]:
-    """Maps lower-case names to their only file, or ""; a decoded one only if no file has it."""
+def _unique_files(folder: str) -> dict[str, str]:
+    """Maps lower-case names to the only file with that name; "" if there are several."""
     exact: dict[str, str] = {}
     decoded: dict[str, str] = {}
     for file in files_below(folder):
@@ -936,19 +955,19 @@ def _only_below(folder: str) -> dict[str, str]:
     return decoded | exact
 
 
-def look_anew() -> None:
+def forget_folder_listings() -> None:
     """Forgets cached folder listings, since files may have changed."""
-    _names_in.cache_clear()
-    _encoded_in.cache_clear()
-    _only_below.cache_clear()
+    _list_names.cache_clear()
+    _encoded_names.cache_clear()
+    _unique_files.cache_clear()
 
 
 def files_below(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Absolute paths of all files, in an order of their names.
+    """Yields the absolute paths of all files below a folder, in the order of their names.
 
-    Hidden files and folders, and what macOS adds to archives (`__MACOSX`), are left out.  Links to
-    files and folders are followed, without end in no case: a linked folder counts once, and only if
-    it lies outside `folder` (inside, it is met by its own name) and not above it.
+    Leaves out hidden files and folders, and those that macOS adds to archives (`__MACOSX`).
+    Follows links but never in circles: a linked folder counts once, and only if it is neither
+    inside `folder`, where it is found by its own name, nor above it.
     """
     for place, files in _folders_below(folder):
         for file in files:
@@ -956,36 +975,37 @@ def files_below(folder: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def folders_below(folder: str | os.PathLike[str]) -> list[str]:
-    """Absolute paths of the folders, itself too, that `files_below` looks into."""
+    """Returns the absolute paths of the folders that `files_below` searches, `folder` included."""
     return [place for place, _ in _folders_below(folder)]
 
 
 def _folders_below(folder: str | os.PathLike[str]) -> Iterator[tuple[str, list[str]]]:
-    """Folders below a folder, each with the names of its files."""
+    """Yields the folders below a folder, each with the names of its files."""
     start, top = os.path.abspath(folder), os.path.realpath(folder)
     seen: set[str] = set()
     for place, below, files in os.walk(start, followlinks=True):
         real = os.path.realpath(place)
-        own_name = os.path.join(top, os.path.relpath(place, start))
-        if real in seen or _inside(top, real) or (_inside(real, top) and real != own_name):
+        expected = os.path.join(top, os.path.relpath(place, start))
+        # Links may lead in circles, or to a folder that is found by its own name.
+        if real in seen or _is_below(top, real) or (_is_below(real, top) and real != expected):
             below.clear()
             continue
         seen.add(real)
-        below[:] = sorted(name for name in below if not is_no_data(name))
-        yield place, [file for file in sorted(files) if not is_no_data(file)]
+        below[:] = sorted(name for name in below if not is_ignored(name))
+        yield place, [file for file in sorted(files) if not is_ignored(file)]
 
 
-def is_no_data(name: str) -> bool:
-    """Whether a file or folder is not data, by its name."""
+def is_ignored(name: str) -> bool:
+    """Returns True if a file or folder is not data, by its name."""
     return name.startswith(".") or name == "__MACOSX"
 
 
-def _inside(path: str, folder: str) -> bool:
+def _is_below(path: str, folder: str) -> bool:
     return path.startswith(os.path.join(folder, "")) and path != folder
 
 
-# Of Windows-1252: letters that names in the West of Europe have, and what else a text may show.  No
-# text has control characters or \u00ff, which is half of the mark that UTF-16 begins with.
+# Windows-1252: the letters of Western European names, and all other printable characters.  Text has
+# neither control characters nor \u00ff, which is half of the byte order mark of UTF-16.
 _ACCENTED = re.compile(
     "[\\s!-~\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u00fe\u0152\u0153\u0160\u0161\u0178\u017d\u017e]*"
 )
@@ -1000,8 +1020,8 @@ def _decodes(content: bytes, encoding: str, allowed: re.Pattern[str] | None = No
     return allowed is None or allowed.fullmatch(text) is not None
 
 
-# Tried in this order.  Nearly all bytes are Windows-1252, and an accent before a letter is GBK,
-# too; but the Chinese characters in use are GB2312, which no single accent between letters is.
+# Tried in this order.  Nearly all bytes are valid Windows-1252, and an accent before a letter is
+# valid GBK; but common Chinese characters are GB2312, which a single accent between letters is not.
 _GUESSES: tuple[tuple[str, Callable[[bytes], bool]], ...] = (
     ("gb18030", lambda content: _decodes(content, "gb2312")),
     ("cp1252", lambda content: _decodes(content, "cp1252", _ACCENTED)),
@@ -1011,15 +1031,15 @@ _GUESSES: tuple[tuple[str, Callable[[bytes], bool]], ...] = (
 _ENCODING_NAMES = {"gb18030": "GBK", "cp1252": "Windows-1252"}
 
 
-def guessed_encoding(content: bytes) -> str | None:
-    """Encoding that text which is not UTF-8 may have; None: nothing fits."""
+def guess_encoding(content: bytes) -> str | None:
+    """Guesses the encoding of text that is not UTF-8; None: none fits."""
     return next((encoding for encoding, fits in _GUESSES if fits(content)), None)
 
 
-def unread_image(path: str | Path) -> str:
-    """File with an absent image's name but an unsupported suffix; else ""."""
-    stem = os.path.splitext(path)[0]
-    files = (stem + each for suffix in UNREAD_SUFFIXES for each in (suffix, suffix.upper()))
+def find_unsupported(path: str | Path) -> str:
+    """Finds a file with the name of a missing image but an unsupported suffix; "": none."""
+    base = os.path.splitext(path)[0]
+    files = (base + spelling for suffix in UNREAD_SUFFIXES for spelling in (suffix, suffix.upper()))
     return next(filter(os.path.isfile, files), "")
 
 
@@ -1029,63 +1049,68 @@ _XML_ENCODING = re.compile(rb"""<\?xml[^>]{1,60}encoding=["']([\w.-]{1,20})["']"
 
 
 def read_text(path: Path, complain: Complain | None = None) -> str:
-    """Text of an annotation file, decoded as UTF-8 or another encoding.
+    """Reads an annotation file, as UTF-8 or in another encoding.
 
-    Anything but UTF-8 is what the file declares or is guessed, and an issue.  UTF-8 may begin with
-    its mark.
+    An encoding other than UTF-8 is declared in the file or guessed, and reported as an issue.
+    UTF-8 may begin with a byte order mark.
 
     Args: complain: gets `encoding` and `line_ends`; without it only UTF-8 is read.
-    Raises: DataError: absent, unreadable, or in another encoding.
+    Raises: DataError: missing, unreadable, or in another encoding.
     """
-    content = _content(path, complain)
+    content = _read_content(path, complain)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         if complain is None:
             raise DataError(f"not UTF-8 text: {error}", code="not_utf8", where=str(path)) from error
-        return _guessed(path, content, complain, error)
+        return _decode_guessed(path, content, complain, error)
 
 
 def read_utf8(path: Path, complain: Complain) -> bytes:
-    """As `read_text`, in UTF-8; of a large file that has it the only copy in memory."""
-    content = _content(path, complain)
+    """Reads an annotation file as `read_text` does, but returns UTF-8 bytes.
+
+    Of a file in UTF-8, which may be large, memory holds only one copy.
+    """
+    content = _read_content(path, complain)
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for begin in range(0, len(content), _PIECE):
             decoder.decode(content[begin : begin + _PIECE])
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        return _guessed(path, content, complain, error).encode()
+        return _decode_guessed(path, content, complain, error).encode()
     return content.removeprefix(codecs.BOM_UTF8)
 
 
-def _content(path: Path, complain: Complain | None) -> bytes:
+def _read_content(path: Path, complain: Complain | None) -> bytes:
     try:
         content = read_file(path, MOST_TEXT)
     except OSError as error:
         raise DataError(
             error.strerror or str(error), code="file_unreadable", where=str(path)
         ) from error
-    # Two bytes take twenty times as long to look for as one.
+    # A search for two bytes takes twenty times as long as one for a single byte.
     if complain is not None and b"\r" in content and b"\r\n" in content:
         complain(Issue("line_ends", "lines end as on Windows", where=str(path)))
     return content
 
 
-def _guessed(path: Path, content: bytes, complain: Complain, problem: UnicodeDecodeError) -> str:
-    """Text that is not UTF-8.  Raises: DataError: its encoding is none that is read."""
+def _decode_guessed(
+    path: Path, content: bytes, complain: Complain, problem: UnicodeDecodeError
+) -> str:
+    """Decodes text that is not UTF-8.  Raises: DataError: no encoding fits."""
     declared = _XML_ENCODING.match(content)
     if declared:
         encoding = declared[1].decode()
         with contextlib.suppress(UnicodeDecodeError, LookupError):
             text = content.decode(encoding)
-            what = f"not UTF-8 text: read as {encoding}, as it declares"
-            complain(Issue("encoding", what, where=str(path)))
+            message = f"not UTF-8 text: read as {encoding}, as it declares"
+            complain(Issue("encoding", message, where=str(path)))
             return text
-    guessed = guessed_encoding(content)
+    guessed = guess_encoding(content)
     if guessed is not None:
-        what = f"not UTF-8 text: read as {_ENCODING_NAMES[guessed]}, a guess"
-        complain(Issue("encoding", what, where=str(path)))
+        message = f"not UTF-8 text: read as {_ENCODING_NAMES[guessed]}, a guess"
+        complain(Issue("encoding", message, where=str(path)))
         return content.decode(guessed)
     raise DataError(
         f"neither UTF-8 nor GBK nor Windows-1252 text: {problem}",
@@ -1096,19 +1121,19 @@ def _guessed(path: Path, content: bytes, complain: Complain, problem: UnicodeDec
 
 
 def read_text_of_image(path: Path, complain: Complain) -> str:
-    """`read_text` of a file that annotates one image.
+    """Reads a file that annotates one image as `read_text` does.
 
     Raises: Malformed: it cannot be read.
     """
     try:
         return read_text(path, complain)
     except DataError as error:
-        what = f"{error.what}; {error.fix}" if error.fix else error.what
-        raise Malformed(Issue("annotation_unreadable", what, where=error.where)) from error
+        message = f"{error.what}; {error.fix}" if error.fix else error.what
+        raise Malformed(Issue("annotation_unreadable", message, where=error.where)) from error
 
 
-def read_list(path: Path, complain: Complain | None = None) -> list[str]:
-    """The lines that are not empty, without surrounding blanks."""
+def read_lines(path: Path, complain: Complain | None = None) -> list[str]:
+    """Reads the lines that are not empty, without surrounding blanks."""
     text = read_text(path, complain)
     return [line.strip() for line in text.splitlines() if line.strip()]
 
@@ -1116,12 +1141,13 @@ def read_list(path: Path, complain: Complain | None = None) -> list[str]:
 def write_text(path: Path, text: str) -> None:
     """Writes a new UTF-8 file, and the folders above it.
 
-    Half a surrogate pair, which UTF-8 cannot hold, becomes \\udNNN: in JSON that is the same.
+    Half a surrogate pair, which UTF-8 cannot represent, becomes \\udNNN, which is the same in JSON.
 
     Raises: UserError: it cannot be written, or is there already.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        # "x": files of the user are never overwritten.
         with open(path, "x", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.write(text)
 
@@ -1130,87 +1156,89 @@ _NAME_FILES = ("label_list.txt", "classes.txt", "labels.txt", "_darknet.labels")
 _NUMBERED = re.compile(r"(\d+)[\s:,=]+(.+)")
 
 
-def is_name_list(name: str) -> bool:
-    """Whether a file has the name of a class list: `classes.txt`, `obj.names`."""
+def is_class_list(name: str) -> bool:
+    """Returns True if a file is named like a list of classes: `classes.txt`, `obj.names`."""
     return name.lower() in _NAME_FILES or name.lower().endswith(".names")
 
 
-def name_lists(folder: Path, complain: Complain | None = None) -> dict[Path, tuple[str, ...]]:
-    """Lists of classes in a folder, with their class names.
+def read_class_lists(folder: Path, complain: Complain | None = None) -> dict[Path, tuple[str, ...]]:
+    """Reads the lists of classes in a folder: file -> class names.
 
-    A list has a name a line, or `number name`.
+    A line of a list is a name, or `number name`.
 
     Raises: DataError: one is not text, or they differ.
     """
-    found = {}
+    names_by_file = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if is_name_list(file.name) and not file.name.startswith(".") and file.is_file():
-            lines = read_list(file, complain)
+        if is_class_list(file.name) and not file.name.startswith(".") and file.is_file():
+            lines = read_lines(file, complain)
             numbered = [_NUMBERED.fullmatch(line) for line in lines]
             numbers = [int(match[1]) for match in numbered if match]
             if numbers == [*range(len(lines))]:
                 lines = [match[2] for match in numbered if match]
-            # Other tools list images so.
-            if lines and not any(is_image_name(each) for line in lines for each in line.split()):
-                found[file] = _distinct(tuple(lines), str(file))
-    return _alike(found)
+            # Other tools give lists of images such names.
+            if lines and not any(is_image_name(word) for line in lines for word in line.split()):
+                names_by_file[file] = _require_distinct(tuple(lines), str(file))
+    return _require_equal(names_by_file)
 
 
-def _alike(found: dict[Path, tuple[str, ...]]) -> dict[Path, tuple[str, ...]]:
-    """Class names per file, checked to be alike.
+def _require_equal(names_by_file: dict[Path, tuple[str, ...]]) -> dict[Path, tuple[str, ...]]:
+    """Returns the class names of files, checked to be the same in all.
 
     Raises: DataError: files name the classes differently.
     """
-    if len(set(found.values())) > 1:
-        said = "; ".join(f"{file.name}: {listed(names, 5)}" for file, names in found.items())
+    if len(set(names_by_file.values())) > 1:
+        details = "; ".join(
+            f"{file.name}: {abbreviate(names, 5)}" for file, names in names_by_file.items()
+        )
         raise DataError(
-            f"give different class names ({said})",
+            f"give different class names ({details})",
             code="class_names_ambiguous",
-            where=", ".join(map(str, found)),
+            where=", ".join(map(str, names_by_file)),
             fix="remove the wrong file, or set data.class_names",
         )
-    return found
+    return names_by_file
 
 
-def class_names(
+def find_class_names(
     root: Path, configured: tuple[str, ...], complain: Complain | None = None
 ) -> tuple[str, ...]:
-    """Class names in the order of their numbers; (): none given.
+    """Finds the class names, in the order of their numbers; (): none given.
 
-    From data.class_names, else the lists in root (see `name_lists`) and the `names` of YAML files
-    there (ultralytics' data file).
+    They come from data.class_names, or else from the lists in root (see `read_class_lists`) and the
+    `names` of YAML files there (the data file of ultralytics).
 
     Raises: DataError: a name is listed twice, a file is malformed, or files differ.
     """
     if configured:
-        return _distinct(configured, "data.class_names")
-    found = name_lists(root, complain)
+        return _require_distinct(configured, "data.class_names")
+    names_by_file = read_class_lists(root, complain)
     for file in sorted(root.glob("*.y*ml")):
         if names := _yaml_names(file, complain):
-            found[file] = _distinct(names, str(file))
-    return next(iter(_alike(found).values()), ())
+            names_by_file[file] = _require_distinct(names, str(file))
+    return next(iter(_require_equal(names_by_file).values()), ())
 
 
-def read_names(file: Path) -> tuple[str, ...]:
-    """Class names of a file that has one a line.
+def read_class_names(file: Path) -> tuple[str, ...]:
+    """Reads class names from a file with one per line.
 
-    Raises: DataError: absent, not UTF-8 text, or a name is listed twice.
+    Raises: DataError: missing, not UTF-8 text, or a name is listed twice.
     """
-    return _distinct(tuple(read_list(file)), str(file))
+    return _require_distinct(tuple(read_lines(file)), str(file))
 
 
-def find_alike(names: Sequence[str], source: str, complain: Complain) -> None:
-    """Complains of class names that somebody probably meant to be one."""
+def report_similar_names(names: Sequence[str], source: str, complain: Complain) -> None:
+    """Complains of class names that were probably meant to be the same."""
     first_of: dict[str, str] = {}
     for name in names:
         key = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
         first = first_of.setdefault(key, name)
         if first != name:
-            what = f"classes {first!r} and {name!r} differ only in case or spaces"
-            complain(Issue("class_names_alike", what, where=source))
+            message = f"classes {first!r} and {name!r} differ only in case or spaces"
+            complain(Issue("class_names_alike", message, where=source))
 
 
-def _distinct(names: tuple[str, ...], source: str) -> tuple[str, ...]:
+def _require_distinct(names: tuple[str, ...], source: str) -> tuple[str, ...]:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise DataError(
@@ -1223,12 +1251,13 @@ _MOST_YAML_BYTES = 1 << 24  # of a file with class names; reading takes 2 s for 
 _MOST_YAML_NODES = 200_000
 
 
-class _Plain(yaml.SafeLoader):
-    """No aliases: ten lines of them can outgrow any memory."""
+class _PlainLoader(yaml.SafeLoader):
+    """A YAML loader that refuses aliases: ten lines of them can outgrow any memory."""
 
     composed = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        # Counted while nodes are made, before they fill the memory.
         self.composed += 1
         if self.composed > _MOST_YAML_NODES:
             raise yaml.YAMLError("too many nodes")
@@ -1237,12 +1266,12 @@ class _Plain(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _data_yaml(file: Path, complain: Complain | None) -> dict[Any, Any]:
-    """Content of a YAML data file; empty for other files."""
+def _read_data_yaml(file: Path, complain: Complain | None) -> dict[Any, Any]:
+    """Reads a YAML data file; {} for other files."""
     if not file.is_file() or file.stat().st_size > _MOST_YAML_BYTES:
         return {}
     try:
-        content = yaml.load(read_text(file, complain), Loader=_Plain)
+        content = yaml.load(read_text(file, complain), Loader=_PlainLoader)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
@@ -1250,17 +1279,17 @@ def _data_yaml(file: Path, complain: Complain | None) -> dict[Any, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def points_shape(root: Path) -> tuple[int, int] | None:
-    """`kpt_shape` of the data files in root: points, numbers per point."""
+def read_keypoint_shape(root: Path) -> tuple[int, int] | None:
+    """Reads `kpt_shape` of the data files in root: points, numbers per point."""
     for file in sorted(root.glob("*.y*ml")):
-        match _data_yaml(file, quietly).get("kpt_shape"):
+        match _read_data_yaml(file, ignore_issue).get("kpt_shape"):
             case [int(points), int(numbers)]:
                 return points, numbers
     return None
 
 
 def _yaml_names(file: Path, complain: Complain | None) -> tuple[str, ...]:
-    content = _data_yaml(file, complain)
+    content = _read_data_yaml(file, complain)
     names = content.get("names")
     if isinstance(names, dict):
         if set(names) != set(range(len(names))):
@@ -1274,6 +1303,6 @@ def _yaml_names(file: Path, complain: Complain | None) -> tuple[str, ...]:
         return ()
     count = content.get("nc", len(names))
     if complain is not None and count != len(names):
-        what = f"nc is {count!r:.20}, but names has {len(names)}: the names count"
-        complain(Issue("class_count_differs", what, where=str(file)))
+        message = f"nc is {count!r:.20}, but names has {len(names)}: the names count"
+        complain(Issue("class_count_differs", message, where=str(file)))
     return tuple(map(str, names))

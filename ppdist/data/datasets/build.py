@@ -1,4 +1,4 @@
-"""The `data:` section read: one entrance to every annotation format.
+"""Reading of the `data:` section: one entrance to every annotation format.
 
     read_split -> reader of the format -> its part (`data.val_fraction`)
                -> subset (`data.*.limit`) -> DetectionSet
@@ -6,8 +6,8 @@
 A part and a subset are the same in every run and on every rank.  Before training the splits must
 agree on their classes, and their images must be on disk.
 
-Here the configuration meets the data.  So of all readers this module alone knows storage: the set
-carries the opener of its images to whoever reads them.
+Only this module connects the configuration with the data.  So it is the only reader that knows
+storage: the set carries the opener with which its images are read.
 """
 
 import hashlib
@@ -26,25 +26,25 @@ from ppdist.common import plugin
 from ppdist.common.addresses import absolute, folder_of, is_in_shard, is_remote
 from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig, SplitConfig
-from ppdist.data.datasets.annotation_cache import Read, Sources, kept_or_read
+from ppdist.data.datasets.annotation_cache import ReadResult, Sources, load_or_read
 from ppdist.data.datasets.annotations import (
-    Strictly,
-    find_alike,
+    IssueLog,
+    abbreviate,
+    find_unsupported,
     folders_below,
-    is_name_list,
-    listed,
-    look_anew,
+    forget_folder_listings,
+    is_class_list,
+    report_similar_names,
     to_detection_set,
-    unread_image,
 )
 from ppdist.data.datasets.coco import (
-    OWN_CLASSES,
-    KnownClasses,
+    FILE_CLASSES,
+    GivenClasses,
     read_coco,
     read_coco_columns,
     read_index,
 )
-from ppdist.data.datasets.folder import classified_set, read_csv, read_folder
+from ppdist.data.datasets.folder import build_classified_set, read_csv, read_folder
 from ppdist.data.datasets.plausibility import check_boxes
 from ppdist.data.datasets.voc import read_voc
 from ppdist.data.datasets.yolo import label_folder, read_yolo
@@ -74,19 +74,19 @@ def read_split(
     num_classes: int | None = None,
     *,
     masks: bool = False,
-    whole: bool = False,
+    all_images: bool = False,
     annotated: bool = True,
 ) -> DetectionSet:
     """Reads one split; every rank gets the same set.
 
     Args:
-        num_classes: what the model has; the data must have as many, and an object.  None: any.
-        masks: keep the outlines of objects.
-        whole: all images, whatever the split's `limit`, also those without a box to use.
-        annotated: False: a set without an object is taken, too.
-    Raises: DataError: files missing or not of the format, boxes wrong, classes that do not fit.
+        num_classes: of the model; the data must have as many, and an object.  None: any.
+        masks: keeps the outlines of objects.
+        all_images: keeps all images, even beyond the `limit` of the split or without a usable box.
+        annotated: False: also accepts a set without an object.
+    Raises: DataError: missing files, files of another format, bad boxes, other classes.
     """
-    _use_storage(config)
+    _configure_storage(config)
     _check_folder(config, split)
 
     def check(dataset: DetectionSet) -> None:
@@ -96,95 +96,97 @@ def read_split(
             if annotated:
                 check_objects(dataset)
 
-    return _kept_or_read(config, split, masks, whole, check)
+    return _load_or_read(config, split, masks, all_images, check)
 
 
 def read_annotations(config: DataConfig, split: Split, num_classes: int) -> DetectionSet:
-    """As `read_split` with all images, but these need not be there."""
-    _use_storage(config)
+    """Reads one split with all images as `read_split` does, but these need not exist."""
+    _configure_storage(config)
 
     def check(dataset: DetectionSet) -> None:
         check_classes(dataset, num_classes)
 
-    return _kept_or_read(config, split, False, True, check)
+    return _load_or_read(config, split, False, True, check)
 
 
-def _kept_or_read(
+def _load_or_read(
     config: DataConfig,
     split: Split,
     masks: bool,
-    whole: bool,
+    all_images: bool,
     check: Callable[[DetectionSet], None],
 ) -> DetectionSet:
-    """Reads a split, from the cache if nothing it depends on changed.
+    """Reads a split, from the cache if nothing it depends on has changed.
 
     Raises: DataError: the split cannot be read, or as `check`.
     """
-    read = partial(_read_split, config, split, masks, whole)
+    read = partial(_read_split, config, split, masks, all_images)
     fields = {"format", "train", "val", "test", "val_fraction", "class_names"}
     fields |= {"bad_boxes", "duplicate_boxes"}
-    place = os.path.abspath(config.root), config.root
-    settings = [*place, config.model_dump(include=fields), split, masks, whole]
-    found, kept = kept_or_read(settings, read, anew=False)
-    dataset = replace(found.dataset, opener=STORAGE)
-    if kept:
+    roots = os.path.abspath(config.root), config.root
+    settings = [*roots, config.model_dump(include=fields), split, masks, all_images]
+    result, from_cache = load_or_read(settings, read, force=False)
+    dataset = replace(result.dataset, opener=STORAGE)
+    if from_cache:
         try:
             check(dataset)
         except DataError:  # reported for the current files
-            found, _ = kept_or_read(settings, read, anew=True)
-            dataset = replace(found.dataset, opener=STORAGE)
+            result, _ = load_or_read(settings, read, force=True)
+            dataset = replace(result.dataset, opener=STORAGE)
         else:
-            for line in found.said:
+            for line in result.warnings:
                 _LOGGER.warning(line)
             return dataset
     check(dataset)
     return dataset
 
 
-def _use_storage(config: DataConfig) -> None:
-    # A worker says that it lives between requests; one takes twice its time at most.
+def _configure_storage(config: DataConfig) -> None:
+    # A worker gives a sign of life between requests, each of which takes at most twice its timeout.
     seconds = min(_LONGEST_REQUEST_SECONDS, config.worker_timeout_seconds / 3)
     stores.configure(int(config.store_cache_gib * 2**30), seconds)
 
 
 def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
-    """A split as its files say it, with everything that conversion keeps.
+    """Reads a split as in its files, with everything that conversion keeps.
 
-    Of classified images every object is one without a place: box and size are 0, not known.
+    The objects of classified images have no place: box and size are 0, unknown.
 
     Args:
-        complain: gets what is wrong with parts of the files; if it returns, they are left out.
-    Raises: DataError: a file is missing or as a whole not of the format, or as `check_boxes`.
+        complain: gets an issue for each faulty part of a file; if it returns, that is left out.
+    Raises: DataError: a file is missing or of another format, or as `check_boxes`.
     """
-    _use_storage(config)
-    look_anew()
+    _configure_storage(config)
+    forget_folder_listings()
     _check_folder(config, split)
     if config.task == "classify":
-        return replace(_raw_of(_classified(config, split, complain)), opener=STORAGE)
-    raw = _raw(config, split, complain, everything=True)
+        return replace(_classified_raw(_read_classified(config, split, complain)), opener=STORAGE)
+    raw = _read_raw_split(config, split, complain, everything=True)
     check_boxes(RawColumns.of(raw, masks=False), config.format)
     return raw
 
 
-def set_of_raw(config: DataConfig, split: Split, raw: RawSet, num_classes: int) -> DetectionSet:
-    """What training uses of a split that `read_raw` read, checked as `read_split` does.
+def dataset_from_raw(
+    config: DataConfig, split: Split, raw: RawSet, num_classes: int
+) -> DetectionSet:
+    """Converts a split of `read_raw` to a training set, checked as in `read_split`.
 
-    Raises: DataError: boxes wrong, classes that do not fit.
+    Raises: DataError: bad boxes, other classes than the model.
     """
     if config.task == "classify":
         labels = [(str(image.path), image.objects[0].label) for image in raw.images]
-        dataset = classified_set(labels, raw.class_names, raw.source)
+        dataset = build_classified_set(labels, raw.class_names, raw.source)
     else:
         dataset = to_detection_set(raw, config.bad_boxes, duplicates=config.duplicate_boxes)
     dataset = replace(dataset, opener=raw.opener)
-    dataset = limited(dataset, _section(config, split).limit, f"data.{split}.limit")
+    dataset = limit_images(dataset, _split_section(config, split).limit, f"data.{split}.limit")
     check_classes(dataset, num_classes)
     check_objects(dataset)
     return dataset
 
 
 def _check_folder(config: DataConfig, split: Split) -> None:
-    _, folders = _places(config, split)
+    _, folders = _find_folders(config, split)
     keys = f"-o data.{split}.images=FOLDER"
     if config.task == "classify":
         fix = f"set {keys} to a folder that holds one folder of images per class"
@@ -201,10 +203,12 @@ def _check_folder(config: DataConfig, split: Split) -> None:
             )
 
 
-def _places(config: DataConfig, split: Split) -> tuple[Path, tuple[Path, ...]]:
-    """`data.root`, and the image folders of a split (YOLO: several)."""
+def _find_folders(config: DataConfig, split: Split) -> tuple[Path, tuple[Path, ...]]:
+    """Returns `data.root`, and the image folders of a split (YOLO: several)."""
     root = folder_of(config.root)
-    folders = tuple(folder_of(config.root, name) for name in _section(config, split).image_folders)
+    folders = tuple(
+        folder_of(config.root, name) for name in _split_section(config, split).image_folders
+    )
     if any(map(is_remote, (root, *folders))):
         _require_few_files(config, split)
     if not (is_remote(root) or root.is_dir()):
@@ -217,15 +221,15 @@ def _places(config: DataConfig, split: Split) -> tuple[Path, tuple[Path, ...]]:
     return root, folders
 
 
-_OF_STORES = ("coco", "csv")  # formats of one file a split
+_SINGLE_FILE_FORMATS = ("coco", "csv")  # formats with one file per split
 
 
 def _require_few_files(config: DataConfig, split: Split) -> None:
-    """Rejects formats that read many small files or list folders.
+    """Checks that a format neither reads many small files nor lists folders.
 
-    Raises: DataError: the format is one of them.
+    Raises: DataError: it does.
     """
-    if config.format in _OF_STORES or config.reader:
+    if config.format in _SINGLE_FILE_FORMATS or config.reader:
         return
     raise DataError(
         f"data.format {config.format} reads many small files or lists folders, which is slow in an "
@@ -237,7 +241,7 @@ def _require_few_files(config: DataConfig, split: Split) -> None:
     )
 
 
-def _section(config: DataConfig, split: Split) -> SplitConfig:
+def _split_section(config: DataConfig, split: Split) -> SplitConfig:
     section = {"train": config.train, "val": config.val, "test": config.test}[split]
     if section is None:
         raise DataError(
@@ -249,22 +253,24 @@ def _section(config: DataConfig, split: Split) -> SplitConfig:
     return section
 
 
-def _read_split(config: DataConfig, split: Split, masks: bool, whole: bool) -> Read:
+def _read_split(config: DataConfig, split: Split, masks: bool, all_images: bool) -> ReadResult:
     """Reads a split from its files: its part, and of that at most `data.*.limit` images."""
-    strictly = Strictly()
-    look_anew()
-    limit = None if whole else _section(config, split).limit
+    strictly = IssueLog()
+    forget_folder_listings()
+    limit = None if all_images else _split_section(config, split).limit
     key = f"data.{split}.limit"
     if config.task == "classify":
-        dataset = _classified(config, split, strictly)
-        said = strictly.report(dataset)
-        dataset = replace(dataset, notes=(*dataset.notes, *said))
-        return Read(limited(dataset, limit, key), said, _sources(config, split, ()))
+        dataset = _read_classified(config, split, strictly)
+        warnings = strictly.report(dataset)
+        dataset = replace(dataset, notes=(*dataset.notes, *warnings))
+        return ReadResult(
+            limit_images(dataset, limit, key), warnings, _collect_sources(config, split, ())
+        )
     raw: RawSet | RawColumns
     if config.format == "coco":
-        raw = _columns(config, split, strictly, masks)
+        raw = _read_columns(config, split, strictly, masks)
     else:
-        raw = _raw(config, split, strictly, everything=masks)
+        raw = _read_raw_split(config, split, strictly, everything=masks)
     notes = strictly.report(raw)
     columns = RawColumns.of(raw, masks=masks) if isinstance(raw, RawSet) else raw
     check_boxes(columns, config.format)
@@ -274,88 +280,94 @@ def _read_split(config: DataConfig, split: Split, masks: bool, whole: bool) -> R
         duplicates=config.duplicate_boxes,
         masks=masks,
         notes=notes,
-        whole=whole,
+        all_images=all_images,
     )
     for line in dataset.notes[len(notes) :]:
         _LOGGER.warning(line)
-    beside: set[str] = set()  # folders of files that were read
+    folders: set[str] = set()  # folders of the files that were read
     if isinstance(raw, RawSet):
-        beside.update(os.path.dirname(image.path) for image in raw.images)
-        beside.update(os.path.dirname(image.where) for image in raw.images)
-    elif strictly.met("size_missing"):
-        beside.update(map(os.path.dirname, raw.paths))
-    dataset = limited(dataset, limit, key)
-    return Read(dataset, dataset.notes, _sources(config, split, beside))
+        folders.update(os.path.dirname(image.path) for image in raw.images)
+        folders.update(os.path.dirname(image.where) for image in raw.images)
+    elif strictly.has_kind("size_missing"):
+        folders.update(map(os.path.dirname, raw.paths))
+    dataset = limit_images(dataset, limit, key)
+    return ReadResult(dataset, dataset.notes, _collect_sources(config, split, folders))
 
 
-def _sources(config: DataConfig, split: Split, beside: Collection[str]) -> Sources | None:
-    """What the result of a split depends on.
+def _collect_sources(
+    config: DataConfig, split: Split, read_folders: Collection[str]
+) -> Sources | None:
+    """Collects everything that the result of a split depends on.
 
-    Args: beside: folders of files that were read, which may lie anywhere.
-    Returns: None: unknown: a plugin reads it, or it is not on disk.
+    Args: read_folders: of the files that were read, which may be anywhere.
+    Returns: None: unknown, as a plug-in reads it, or it is not on disk.
     """
     if config.reader:
         return None
-    root, folders = _places(config, split)
+    root, folders = _find_folders(config, split)
     if is_remote(root) or is_in_shard(root):
         return None
     naming, annotations = _annotation_files(config, split)
-    lists = (file for file in root.iterdir() if is_name_list(file.name))
+    lists = (file for file in root.iterdir() if is_class_list(file.name))
     files = {naming, *annotations, *lists, *root.glob("*.y*ml")}
-    listings: set[str] = {str(root)}  # where names of classes may appear
-    contents = {*beside}
+    listings: set[str] = {str(root)}  # where lists of class names may appear
+    contents = {*read_folders}
     if config.format == "coco":
         files, listings = {naming, *annotations}, set()
     elif config.format == "folder":
         for folder in (*folders, naming):
             listings.update(folders_below(folder))
     elif config.format in ("voc", "yolo"):
-        of_labels = [*annotations, naming] if config.format == "voc" else [*annotations]
-        of_labels += [root / "Annotations"] if config.format == "voc" else []
-        for folder in (*folders, *of_labels):
+        label_sources = [*annotations, naming] if config.format == "voc" else [*annotations]
+        label_sources += [root / "Annotations"] if config.format == "voc" else []
+        for folder in (*folders, *label_sources):
             contents.update(folders_below(folder))
         if config.format == "yolo":
             contents.update(str(label_folder(Path(place), root)) for place in [*contents])
-            above = {each for place in contents for each in Path(place).parents}
-            contents.update(str(each) for each in above if each.is_relative_to(root))
+            parents = {parent for place in contents for parent in Path(place).parents}
+            contents.update(str(parent) for parent in parents if parent.is_relative_to(root))
     files = {file for file in files if not file.is_dir()}
     if any(is_remote(file) or is_in_shard(file) for file in files):
         return None
     return Sources((*map(str, files), *sorted(listings)), tuple(sorted(contents)))
 
 
-def _columns(config: DataConfig, split: Split, complain: Complain, masks: bool) -> RawColumns:
-    """A split of COCO, as training reads it."""
-    _, (images,) = _places(config, split)
+def _read_columns(config: DataConfig, split: Split, complain: Complain, masks: bool) -> RawColumns:
+    """Reads a split of COCO in columns, as training needs it."""
+    _, (images,) = _find_folders(config, split)
     _, (annotations,) = _annotation_files(config, split)
-    known = _known_classes(config, split)
+    given_classes = _given_classes(config, split)
     columns = read_coco_columns(
-        images, annotations, complain, known=known, masks=masks, opener=STORAGE
+        images, annotations, complain, given_classes=given_classes, masks=masks, opener=STORAGE
     )
-    find_alike(columns.class_names, columns.source, complain)
-    return columns.of_images(_in_part(config, split, columns.paths))
+    report_similar_names(columns.class_names, columns.source, complain)
+    return columns.select_images(_select_part(config, split, columns.paths))
 
 
-def _raw(config: DataConfig, split: Split, complain: Complain, *, everything: bool) -> RawSet:
+def _read_raw_split(
+    config: DataConfig, split: Split, complain: Complain, *, everything: bool
+) -> RawSet:
     if config.reader:
         raw = plugin.load(config.reader)(config, split, complain)
     else:
-        raw = _raw_of_ours(config, split, complain, everything=everything)
-    find_alike(raw.class_names, raw.source, complain)
-    kept = _in_part(config, split, [str(image.path) for image in raw.images])
-    images = [image for image, keep in zip(raw.images, kept) if keep]
+        raw = _read_builtin_format(config, split, complain, everything=everything)
+    report_similar_names(raw.class_names, raw.source, complain)
+    is_selected = _select_part(config, split, [str(image.path) for image in raw.images])
+    images = [image for image, keep in zip(raw.images, is_selected) if keep]
     return replace(raw, images=images, opener=STORAGE)
 
 
-def _raw_of_ours(
+def _read_builtin_format(
     config: DataConfig, split: Split, complain: Complain, *, everything: bool
 ) -> RawSet:
-    root, (images, *more) = _places(config, split)
+    root, (images, *more) = _find_folders(config, split)
     naming, annotations = _annotation_files(config, split)
     names = config.class_names
     if config.format == "coco":
-        known = _known_classes(config, split)
-        return read_coco(images, annotations[0], complain, known=known, opener=STORAGE)
+        given_classes = _given_classes(config, split)
+        return read_coco(
+            images, annotations[0], complain, given_classes=given_classes, opener=STORAGE
+        )
     if config.format == "yolo":
         return read_yolo(root, (images, *more), annotations, names, complain, opener=STORAGE)
     source = annotations[0] if annotations else images
@@ -365,42 +377,44 @@ def _raw_of_ours(
     )  # fmt: skip
 
 
-def _known_classes(config: DataConfig, split: Split) -> KnownClasses:
-    """What names a COCO file's classes: data.class_names or the training file.
+def _given_classes(config: DataConfig, split: Split) -> GivenClasses:
+    """Returns the classes for a COCO file: data.class_names, or those of the training file.
 
-    Raises: DataError: that file is not COCO.
+    Raises: DataError: the training file is not COCO.
     """
     if config.class_names:
-        return KnownClasses(config.class_names, "data.class_names")
+        return GivenClasses(config.class_names, "data.class_names")
     naming, (annotations,) = _annotation_files(config, split)
     naming = local_copy(naming)
-    if naming == annotations or not naming.is_file():  # of a set that is evaluated alone
-        return OWN_CLASSES
-    return KnownClasses(read_index(naming)[1], str(naming))
+    # A set that is evaluated without its training set.
+    if naming == annotations or not naming.is_file():
+        return FILE_CLASSES
+    return GivenClasses(read_index(naming)[1], str(naming))
 
 
-def _classified(config: DataConfig, split: Split, complain: Complain) -> DetectionSet:
-    root, (images,) = _places(config, split)
+def _read_classified(config: DataConfig, split: Split, complain: Complain) -> DetectionSet:
+    root, (images,) = _find_folders(config, split)
     naming, tables = _annotation_files(config, split)
     if config.format == "folder":
         dataset = read_folder(root, images, config.class_names, naming_folder=naming)
     else:
         dataset = read_csv(root, images, tables[0], config.class_names, naming_table=naming)
-    find_alike(dataset.class_names, dataset.source, complain)
-    kept = _in_part(config, split, [record.path for record in dataset.records])
-    records = [each for each, keep in zip(dataset.records, kept) if keep]
+    report_similar_names(dataset.class_names, dataset.source, complain)
+    is_selected = _select_part(config, split, [record.path for record in dataset.records])
+    records = [record for record, keep in zip(dataset.records, is_selected) if keep]
     return replace(dataset, records=records)
 
 
-def _in_part(config: DataConfig, split: Split, paths: Sequence[str]) -> list[bool]:
-    """Which images of a set that `data.val_fraction` divides belong to a split.
+def _select_part(config: DataConfig, split: Split, paths: Sequence[str]) -> list[bool]:
+    """Selects the images of a split from a set that `data.val_fraction` divides: [N] bool.
 
-    Images in the order of a digest of (seed, path below data.root): the first ones validate.  So an
-    image that is added or removed moves one other from one split to the other at most.
+    Orders images by a digest of (seed, path below data.root); the first ones validate.  So adding
+    or removing an image moves at most one other image between the splits.
     """
     if config.val_fraction is None or split == "test":
         return [True] * len(paths)
     top = os.path.join(absolute(config.root), "")
+    # Unlike a random number, a digest does not depend on the other images.
     digests = [
         hashlib.blake2b(
             os.fsencode(f"{_SEED} {absolute(path).removeprefix(top)}"), digest_size=8
@@ -418,12 +432,12 @@ _ANNOTATIONS = {"coco": "JSON file", "csv": "CSV file"}
 
 
 def _annotation_files(config: DataConfig, split: Split) -> tuple[Path, tuple[Path, ...]]:
-    """Files that may name the classes, and this split's annotations.
+    """Returns the files that may name the classes, and the annotations of this split.
 
-    The first are those of the training split; the others are files or folders, none where the
-    images lead to them.
+    The first is one of the training split; the annotations are files or folders, none if they are
+    found by the images.
     """
-    if config.format == "folder":  # of its images the folders name the classes
+    if config.format == "folder":  # the folders of its images name the classes
         return folder_of(config.root, config.train.image_folders[0]), ()
     for key, part in config.splits:
         if not part.annotation_files and config.format in _ANNOTATIONS:
@@ -435,11 +449,11 @@ def _annotation_files(config: DataConfig, split: Split) -> tuple[Path, tuple[Pat
     naming = folder_of(config.root, first)
     if config.format == "csv":
         naming = local_copy(naming)
-    found = tuple(
+    files = tuple(
         local_copy(folder_of(config.root, name))
-        for name in _section(config, split).annotation_files
+        for name in _split_section(config, split).annotation_files
     )
-    for annotations in found:
+    for annotations in files:
         if not annotations.exists():
             raise DataError(
                 f"{annotations} does not exist",
@@ -447,16 +461,16 @@ def _annotation_files(config: DataConfig, split: Split) -> tuple[Path, tuple[Pat
                 where=f"data.{split}.annotations",
             )
         expected = _ANNOTATIONS.get(config.format, "file of image paths")
-        if annotations.is_dir() and (config.format in _ANNOTATIONS or len(found) > 1):
+        if annotations.is_dir() and (config.format in _ANNOTATIONS or len(files) > 1):
             raise DataError(
                 f"{annotations} is a folder; expected a {expected}",
                 code="annotation_file_expected",
                 where=f"data.{split}.annotations",
             )
-    return naming, found
+    return naming, files
 
 
-def _raw_of(dataset: DetectionSet) -> RawSet:
+def _classified_raw(dataset: DetectionSet) -> RawSet:
     images = [
         RawImage(
             path=Path(record.path),
@@ -471,15 +485,15 @@ def _raw_of(dataset: DetectionSet) -> RawSet:
     return RawSet(images, dataset.class_names, dataset.category_ids, dataset.source)
 
 
-_SEED = 0  # not the run's: runs with other seeds are compared on the same images
+_SEED = 0  # not that of the run, so that runs with other seeds use the same images
 
 
-def limited(dataset: DetectionSet, limit: int | None, key: str) -> DetectionSet:
-    """The first `limit` images of `draw_order`.
+def limit_images(dataset: DetectionSet, limit: int | None, key: str) -> DetectionSet:
+    """Limits a set to the first `limit` images of `draw_order`.
 
-    They depend on the annotations alone.  The images keep their order in the files, and the set its
-    classes, also those without an object.  Of a set of as many images or fewer all are taken.
-    Readers for a user report its `limited`, which tells what was done.
+    They depend on the annotations alone.  The images keep their order, and the set its classes,
+    even those without an object.  A smaller set keeps all images.  Commands report the field
+    `limited`, which describes the result.
 
     Args:
         limit: images; None: all.
@@ -493,8 +507,8 @@ def limited(dataset: DetectionSet, limit: int | None, key: str) -> DetectionSet:
         return replace(dataset, limited=note)
     records = Records.of(dataset.records)
     chosen = sorted(draw_order(records, len(dataset.class_names))[:limit].tolist())
-    few = Records(records[index] for index in chosen)
-    before, after = (set(each.labels_O[~each.crowd_O].tolist()) for each in (records, few))
+    subset = Records(records[index] for index in chosen)
+    before, after = (set(part.labels_O[~part.crowd_O].tolist()) for part in (records, subset))
     note = f"{key}: {limit} of {count} images"
     absent = [dataset.class_names[label] for label in sorted(before - after)]
     if absent:
@@ -503,22 +517,22 @@ def limited(dataset: DetectionSet, limit: int | None, key: str) -> DetectionSet:
     place_of = {index: place for place, index in enumerate(chosen)}
     indices = sorted(dataset.duplicates.keys() & place_of.keys())
     duplicates = {place_of[index]: dataset.duplicates[index] for index in indices}
-    return replace(dataset, records=few, limited=note, duplicates=duplicates)
+    return replace(dataset, records=subset, limited=note, duplicates=duplicates)
 
 
-def limits(*sets: DetectionSet | None) -> list[str]:
-    """What there is to say about the limits of some sets."""
+def limit_notes(*sets: DetectionSet | None) -> list[str]:
+    """Returns the lines about the limits of some sets."""
     return [dataset.limited for dataset in sets if dataset is not None and dataset.limited]
 
 
 def draw_order(records: Records, num_classes: int) -> np.ndarray:
-    """An order of the images in which few show every class.
+    """Draws an order of the images whose first few show every class.
 
-    A random order drawn from a fixed seed, in which those images come first that show every class:
-    again and again the one with the most classes not seen so far (the earliest of equals).  That
-    greedy choice needs at most 1 + ln C times the fewest possible (Johnson 1974, Approximation
-    algorithms for combinatorial problems, theorem 4).  A smaller limit takes images of a larger
-    one, so curves over the number of images add images and take none away.
+    The order is random with a fixed seed, except that images which show every class come first:
+    repeatedly the one with the most classes not covered yet (the earliest of equals).  That greedy
+    choice needs at most 1 + ln C times the minimum (Johnson 1974, Approximation algorithms for
+    combinatorial problems, theorem 4).  The images of a smaller limit are among those of a larger
+    one, so curves over the number of images only add images.
 
     Returns: [N] positions in records.
     """
@@ -528,49 +542,54 @@ def draw_order(records: Records, num_classes: int) -> np.ndarray:
     rank_N[order_N] = np.arange(count)
     image_O = records.image_O
     counted_O = ~records.crowd_O
-    # Pairs (image, class), each once; images by their place in the drawn order, so that the first
-    # of several that show as many new classes is the earliest.
+    # Distinct pairs (image, class), with images as places in the drawn order, so that argmax takes
+    # the earliest of those that add most classes.
     pairs = np.unique(rank_N[image_O[counted_O]] * num_classes + records.labels_O[counted_O])
     places, labels = np.divmod(pairs, max(1, num_classes))
     first: list[int] = []
     while len(places):
-        best = int(np.bincount(places).argmax())
-        first.append(best)
-        seen = np.isin(labels, labels[places == best])
-        places, labels = places[~seen], labels[~seen]
-    rest = np.setdiff1d(np.arange(count), np.array(first, np.int64))
-    return order_N[np.concatenate([np.array(first, np.int64), rest])]
+        best_place = int(np.bincount(places).argmax())
+        first.append(best_place)
+        is_covered = np.isin(labels, labels[places == best_place])
+        places, labels = places[~is_covered], labels[~is_covered]
+    remaining = np.setdiff1d(np.arange(count), np.array(first, np.int64))
+    return order_N[np.concatenate([np.array(first, np.int64), remaining])]
 
 
 def check_files(dataset: DetectionSet) -> None:
     """Checks that every image exists.
 
-    It takes one listing per folder, and a look-up only of each image that is a link.
+    Lists each folder once, and looks up only images that are links.
 
-    Raises: DataError: no image is listed, listed ones do not exist, or a folder cannot be listed.
+    Raises: DataError: the set is empty, images do not exist, or a folder cannot be listed.
     """
     if not dataset.records:
         raise DataError("lists no image", code="no_images", where=dataset.source)
-    wanted: defaultdict[str, list[str]] = defaultdict(list)
+    names_by_folder: defaultdict[str, list[str]] = defaultdict(list)
     paths = Records.of(dataset.records).paths()
     for path in paths:
-        folder, _, name = path.rpartition("/")  # a third of os.path.split's time, and exact
-        wanted[folder].append(name)
+        folder, _, name = path.rpartition("/")  # three times as fast as os.path.split, and exact
+        names_by_folder[folder].append(name)
     absent: set[str] = set()
-    storage.forget_listings(wanted)
-    for folder, names in wanted.items():
+    storage.forget_listings(names_by_folder)
+    # A listing is a single request, even on a network disk; a stat call per image is not.
+    for folder, names in names_by_folder.items():
         if is_remote(folder) or is_in_shard(folder):
-            absent |= _absent_in_store(folder, names, dataset.source)
+            absent |= _missing_in_store(folder, names, dataset.source)
             continue
-        is_link = _listing(folder or "/", dataset.source)
+        is_link = _list_links(folder or "/", dataset.source)
         for name in names:
             link = is_link.get(name)
-            if link is None or (link and _leads_nowhere(f"{folder}/{name}")):
+            if link is None or (link and _is_broken_link(f"{folder}/{name}")):
                 absent.add(f"{folder}/{name}")
     if absent:
         first = [path for path in paths if path in absent][:3]
-        unread = unread_image(first[0])
-        hint = f" (there is {os.path.basename(unread)}, a kind that is not read)" if unread else ""
+        unsupported = find_unsupported(first[0])
+        hint = (
+            f" (there is {os.path.basename(unsupported)}, a kind that is not read)"
+            if unsupported
+            else ""
+        )
         raise DataError(
             f"{len(absent)} of {len(dataset.records)} images do not exist, first "
             f"{', '.join(first)}{hint}",
@@ -580,10 +599,10 @@ def check_files(dataset: DetectionSet) -> None:
         )
 
 
-def _absent_in_store(folder: str, names: Sequence[str], source: str) -> set[str]:
-    """Paths of listed images that the store does not have.
+def _missing_in_store(folder: str, names: Sequence[str], source: str) -> set[str]:
+    """Returns the paths of listed images that the store does not have.
 
-    Raises: DataError: the store or the index of the shards refuses.  StorageError: it is away.
+    Raises: DataError: the store or the index of the shards fails.  StorageError: it is unavailable.
     """
     try:
         absent = storage.list_absent(folder, names)
@@ -597,8 +616,8 @@ def _absent_in_store(folder: str, names: Sequence[str], source: str) -> set[str]
     return {f"{folder}/{name}" for name in absent or ()}
 
 
-def _listing(folder: str, source: str) -> dict[str, bool]:
-    """Maps names in a folder to whether each is a link."""
+def _list_links(folder: str, source: str) -> dict[str, bool]:
+    """Lists a folder: name -> True for a link."""
     try:
         with os.scandir(folder) as entries:
             return {entry.name: entry.is_symlink() for entry in entries}
@@ -613,12 +632,12 @@ def _listing(folder: str, source: str) -> dict[str, bool]:
         ) from error
 
 
-def _leads_nowhere(path: str) -> bool:
+def _is_broken_link(path: str) -> bool:
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return True
-    except OSError:  # there is something: who reads it will say what is wrong
+    except OSError:  # it exists; reading it will report the cause
         return False
     return False
 
@@ -628,21 +647,21 @@ def check_classes(dataset: DetectionSet, num_classes: int) -> None:
 
     Raises: DataError.
     """
-    found = len(dataset.class_names)
-    if found != num_classes:
-        fix = f"set model.num_classes: {found}"
+    class_count = len(dataset.class_names)
+    if class_count != num_classes:
+        fix = f"set model.num_classes: {class_count}"
         if dataset.class_names[:1] == ("0",) and all(0 not in r.labels_M for r in dataset.records):
             fix += "; nothing there is of class 0, and numbers of classes start at 0"
         raise DataError(
-            f"model.num_classes is {num_classes} but {dataset.source} has {found} categories "
-            f"({listed(dataset.class_names)})",
+            f"model.num_classes is {num_classes} but {dataset.source} has {class_count} categories "
+            f"({abbreviate(dataset.class_names)})",
             code="num_classes_differ",
             fix=fix,
         )
 
 
 def check_objects(dataset: DetectionSet) -> None:
-    """Checks that there is something to learn or to measure.
+    """Checks that a set has an object to learn or to measure.
 
     Raises: DataError: no object in any image.
     """
@@ -657,12 +676,12 @@ def check_objects(dataset: DetectionSet) -> None:
 
 
 def has_objects(dataset: DetectionSet) -> bool:
-    """Whether anything but crowds is annotated."""
+    """Returns True if anything but crowds is annotated."""
     return bool((~Records.of(dataset.records).crowd_O).any())
 
 
-def same_sets(config: DataConfig) -> str:
-    """Warning that training and validation use the same data; else ""."""
+def describe_same_sets(config: DataConfig) -> str:
+    """Describes that training and validation use the same data; "": they do not."""
     if config.val_fraction is not None:
         return ""
     root = folder_of(config.root)
@@ -683,16 +702,16 @@ def same_sets(config: DataConfig) -> str:
 
 
 def check_same_classes(train: DetectionSet | RawSet, val: DetectionSet | RawSet) -> None:
-    """Checks that both splits mean the same by each class number.
+    """Checks that class numbers mean the same in both splits.
 
-    Readers take the names of the training split for both; a format of another package may not.
+    Readers use the names of the training split for both; a reader of a plug-in may not.
 
     Raises: DataError: the names differ.
     """
     if train.class_names != val.class_names:
         raise DataError(
             f"{train.source} and {val.source} have different classes "
-            f"({listed(train.class_names)} and {listed(val.class_names)})",
+            f"({abbreviate(train.class_names)} and {abbreviate(val.class_names)})",
             code="classes_differ",
             fix="use the same class names in the same order in both",
         )

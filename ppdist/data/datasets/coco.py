@@ -1,10 +1,10 @@
 """COCO detection JSON (cocodataset.org/#format-data).
 
     file -> its bytes -> `msgspec.Raw` of each entry -> schema -> columns
-                                  does not fit the schema -> a dictionary, looked at key by key
+                                  does not fit the schema -> a dictionary, checked key by key
 
-An entry costs a microsecond as long as it is as almost all are; outlines are passed over where
-nobody wants them.  One that is not is read on its own, so that a message can name it.
+A usual entry takes a microsecond; outlines are skipped if they are not needed.  An unusual entry is
+parsed on its own, so that a message can name it.
 """
 
 import json
@@ -29,23 +29,23 @@ from ppdist.data.datasets.annotations import (
     LARGEST_AREA,
     Malformed,
     Size,
-    area_in,
-    extent_of,
+    abbreviate,
+    file_exists,
     find_image,
-    inside_folder,
-    is_there,
-    listed,
-    outlines_in,
-    quietly,
+    ignore_issue,
+    join_inside,
+    outline_extent,
+    parse_area,
+    parse_outlines,
     read_utf8,
-    size_of,
+    resolve_size,
     write_text,
 )
 from ppdist.data.types import Box, Complain, Issue, RawColumns, RawImage, RawObject, RawSet
 from ppdist.distributed.progress import Progress
 
 _LOGGER = logging.getLogger("ppdist.data")
-NEEDED = {
+REQUIRED_KEYS = {
     "images": ("id", "file_name"),
     "annotations": ("image_id", "category_id"),
     "categories": ("id", "name"),
@@ -55,31 +55,31 @@ _OBJECT_KEYS = {"image_id", "category_id", "bbox", "area", "iscrowd", "segmentat
 _NOTHING: Mapping[str, Any] = {}
 
 
-class KnownClasses(NamedTuple):
-    """Class names that come from elsewhere than the file itself.
+class GivenClasses(NamedTuple):
+    """Class names from elsewhere than the file itself.
 
-    source: what does, for messages: data.class_names, or the file of the training split.
+    source: where they are from, for messages: data.class_names, or the file of the training split.
     """
 
     names: tuple[str, ...] = ()
     source: str = ""
 
 
-OWN_CLASSES = KnownClasses()  # the file itself says them
+FILE_CLASSES = GivenClasses()  # those of the file itself
 
 
 class Categories(NamedTuple):
     """The categories of a file as classes.
 
-    name_of: all of them, by id.  label_of: id -> class, of those that are one.  names, ids: of the
-    classes; what a result file calls each of them.  known: see `classes_of`.
+    name_of: all categories, by id.  label_of: id -> class, of the categories that are classes.
+    names, ids: of the classes; a result file uses the ids.  known: see `map_categories`.
     """
 
     name_of: Mapping[int, str]
     label_of: Mapping[int, int]
     names: tuple[str, ...]
     ids: tuple[int, ...]
-    known: KnownClasses
+    given_classes: GivenClasses
 
 
 def read_coco(
@@ -87,23 +87,25 @@ def read_coco(
     annotations: Path,
     complain: Complain,
     *,
-    known: KnownClasses = OWN_CLASSES,
+    given_classes: GivenClasses = FILE_CLASSES,
     opener: Opener = DISK,
 ) -> RawSet:
-    """Images of a COCO file in order, with everything conversion keeps.
+    """Reads the images of a COCO file in order, with everything that conversion keeps.
 
-    Class numbers follow category ids, or `known`.  A box that is not given is that of the outline
-    or mask.  A file without `annotations` is one of images to be annotated.  `extra` of an object
-    holds its id, masks that are not polygons (RLE), and unknown keys; that of the set, info and
-    licenses; that of a class, its supercategory and the like.
+    Class numbers follow category ids, or `given_classes`.  A missing box is computed from the
+    outline or mask.  A file without `annotations` lists images to be annotated.  `extra` of an
+    object contains its id, masks that are not polygons (RLE), and unknown keys; that of the set,
+    info and licenses; that of a class, its supercategory and the like.
 
     Args:
         images: folder that `file_name` is relative to.
         annotations: the JSON file.
         opener: of the images.
-    Raises: DataError: the file as a whole is not COCO.
+    Raises: DataError: the file is not COCO.
     """
-    return _File(images, annotations, "everything", complain, opener).read(known).as_set()
+    return (
+        _CocoFile(images, annotations, "everything", complain, opener).read(given_classes).as_set()
+    )
 
 
 def read_coco_columns(
@@ -111,158 +113,159 @@ def read_coco_columns(
     annotations: Path,
     complain: Complain,
     *,
-    known: KnownClasses = OWN_CLASSES,
+    given_classes: GivenClasses = FILE_CLASSES,
     masks: bool = False,
     opener: Opener = DISK,
 ) -> RawColumns:
-    """As `read_coco`, in columns, with only what training needs.
+    """Reads a COCO file as `read_coco` does, in columns, with only what training needs.
 
-    Args: masks: outlines, too.
+    Args: masks: also reads outlines.
     """
     keep: _Keep = "outlines" if masks else "boxes"
-    return _File(images, annotations, keep, complain, opener).read(known).columns()
+    return _CocoFile(images, annotations, keep, complain, opener).read(given_classes).columns()
 
 
 def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
-    """Names of the images and of the classes, without the objects.
+    """Reads the names of images and classes, without the objects.
 
-    Raises: DataError: the file as a whole is not COCO.
+    Raises: DataError: the file is not COCO.
     """
-    parts = _parts(annotations, quietly)
-    images = [_with_name(_value(entry)) for entry in parts["images"]]
+    parts = _read_parts(annotations, ignore_issue)
+    images = [_name_from_url(_decode_value(entry)) for entry in parts["images"]]
     names = [str(entry.get("file_name", "")) for entry in images if isinstance(entry, dict)]
-    categories = [*map(_value, parts["categories"])]
+    categories = [*map(_decode_value, parts["categories"])]
     used = partial(_used_categories, parts["annotations"])
-    return names, classes_of(categories, used, annotations, quietly).names
+    return names, map_categories(categories, used, annotations, ignore_issue).names
 
 
 # --- the file as JSON -----------------------------------------------------------------------------
 
-_raws_by_key = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _MOST_DIGITS = 4000
 
 
-def _parts(file: Path, complain: Complain, optional: str = "") -> dict[str, Any]:
-    """Reads what a file has at its top level.
+def _read_parts(file: Path, complain: Complain, optional: str = "") -> dict[str, Any]:
+    """Reads the top level of a file.
 
     Args: optional: a list that may be absent.
-    Returns: key -> value, of the lists of NEEDED a list of entries, each for `_value`.
-    Raises: DataError: the file as a whole is not COCO.
+    Returns: key -> value; for the lists in REQUIRED_KEYS, lists of entries for `_decode_value`.
+    Raises: DataError: the file is not COCO.
     """
     content = read_utf8(file, complain)
     try:
-        parts: dict[str, Any] = _raws_by_key(content)
+        parts: dict[str, Any] = _decode_object(content)
     except (msgspec.DecodeError, RecursionError):
-        parts = _parsed_by_python(file, content)
-    if any(content.count(b'"%b"' % key.encode()) > 1 for key in NEEDED):
+        parts = _parse_with_json(file, content)
+    # The text may be a key inside an entry, too, so only the slow check is certain.
+    if any(content.count(b'"%b"' % key.encode()) > 1 for key in REQUIRED_KEYS):
         _require_once(file, content)
-    for key in NEEDED:
+    for key in REQUIRED_KEYS:
         if key == optional and key not in parts and "categories" in parts:
             parts[key] = []
         if isinstance(parts.get(key), msgspec.Raw):
-            with suppress(msgspec.ValidationError):  # no list
-                parts[key] = _raws(parts[key])
+            with suppress(msgspec.ValidationError):  # not a list
+                parts[key] = _decode_list(parts[key])
         if not isinstance(parts.get(key), list):
             has = ", ".join([*parts][:8]) or "nothing"
-            raise _not_coco(file, f"it has no list {key!r} (it has: {has})")
+            raise _not_coco_error(file, f"it has no list {key!r} (it has: {has})")
     return parts
 
 
-def _parsed_by_python(file: Path, content: bytes) -> dict[str, Any]:
-    """Parses what msgspec refuses: NaN, infinity, half a surrogate pair.
+def _parse_with_json(file: Path, content: bytes) -> dict[str, Any]:
+    """Parses what msgspec refuses, in ten times its memory: NaN, infinity, half a surrogate pair.
 
-    It takes ten times the memory.
-    Raises: DataError: it is no JSON object.
+    Raises: DataError: it is not a JSON object.
     """
     try:
-        parts = json.loads(content.decode(), parse_int=_whole)
+        parts = json.loads(content.decode(), parse_int=_parse_int)
     except json.JSONDecodeError as error:
-        what = f"not JSON: {error.msg}: line {error.lineno} column {error.colno}"
-        raise DataError(what, code="not_json", where=str(file)) from error
+        message = f"not JSON: {error.msg}: line {error.lineno} column {error.colno}"
+        raise DataError(message, code="not_json", where=str(file)) from error
     except RecursionError as error:
         raise DataError("not JSON: nested too deeply", code="not_json", where=str(file)) from error
     if not isinstance(parts, dict):
-        raise _not_coco(file, f"expected an object, found a {type(parts).__name__}")
+        raise _not_coco_error(file, f"expected an object, found a {type(parts).__name__}")
     return parts
 
 
 def _require_once(file: Path, content: bytes) -> None:
-    """Refuses a file with two lists of one name, of which parsers take the last."""
+    """Refuses a file with two lists of the same name, of which parsers take the last."""
     keys = json.loads(  # parse_int: Python refuses int of more than 4300 digits
         content, parse_int=float, object_pairs_hook=lambda pairs: [key for key, _ in pairs]
     )
-    twice = [key for key in NEEDED if keys.count(key) > 1]
+    twice = [key for key in REQUIRED_KEYS if keys.count(key) > 1]
     if twice:
-        raise _not_coco(file, f"it has {twice[0]!r} twice")
+        raise _not_coco_error(file, f"it has {twice[0]!r} twice")
 
 
-def _value(entry: Any) -> Any:
-    """An entry or other value as a Python object."""
+def _decode_value(entry: Any) -> Any:
+    """Decodes an entry or another value to Python objects."""
     if not isinstance(entry, msgspec.Raw):
         return entry
     try:
         return msgspec.json.decode(entry)
     except msgspec.DecodeError:  # a number that no float holds
-        return json.loads(bytes(entry), parse_int=_whole)
+        return json.loads(bytes(entry), parse_int=_parse_int)
 
 
-def _whole(digits: str) -> int | float:
-    """An integer; infinite beyond 4000 digits, because Python refuses more than 4300."""
+def _parse_int(digits: str) -> int | float:
+    """Parses an integer; beyond 4000 digits, which Python refuses, it becomes infinite."""
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
-def _not_coco(file: Path, why: str) -> DataError:
-    return DataError(f"not COCO detection JSON: {why}", code="not_coco", where=str(file))
+def _not_coco_error(file: Path, reason: str) -> DataError:
+    return DataError(f"not COCO detection JSON: {reason}", code="not_coco", where=str(file))
 
 
 # --- images and objects ---------------------------------------------------------------------------
 
-_Whole = Annotated[int, msgspec.Meta(ge=1 - 2**63, le=2**63 - 1)]  # as `whole_number`
+_Int64 = Annotated[int, msgspec.Meta(ge=1 - 2**63, le=2**63 - 1)]  # as `parse_int64`
 _Side = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _Area = Annotated[float, msgspec.Meta(gt=-LARGEST_AREA, lt=LARGEST_AREA)]
 
 
 class _Image(msgspec.Struct, gc=False):
-    """An image as nearly all files have it."""
+    """An image in the usual form."""
 
-    id: _Whole
+    id: _Int64
     file_name: str
     height: _Side
     width: _Side
 
 
+# gc=False: millions of them live for a moment, and none is part of a cycle.
 class _Annotation(msgspec.Struct, gc=False):
-    """An object as nearly all files have it."""
+    """An annotation in the usual form."""
 
-    image_id: _Whole
-    category_id: _Whole
+    image_id: _Int64
+    category_id: _Int64
     bbox: tuple[float, float, float, float]
-    id: _Whole | None = None
+    id: _Int64 | None = None
     iscrowd: bool | int | None = None
     area: _Area | None = None
     segmentation: msgspec.Raw = msgspec.Raw(b"null")
 
 
-_image = msgspec.json.Decoder(_Image).decode
-_annotation = msgspec.json.Decoder(_Annotation).decode
-# What an entry raises that is not as nearly all are, or a Python object already.
+_decode_image = msgspec.json.Decoder(_Image).decode
+_decode_annotation = msgspec.json.Decoder(_Annotation).decode
+# Errors of an entry that is unusual, or decoded already.
 _UNUSUAL = (msgspec.DecodeError, TypeError, KeyError, RecursionError)
 _PLAIN_NAME = re.compile(r"(?:[^./\\\0:][^/\\\0:]*/)*[^./\\\0:][^/\\\0:]*")
-_AT_ONCE = 10_000  # entries between two signs of life
-_UNUSED = -1  # position of an image that is listed and cannot be used
+_PROGRESS_STEP = 10_000  # entries between two signs of progress
+_UNUSED = -1  # position of a listed image that cannot be used
 
 _Keep = Literal["boxes", "outlines", "everything"]
 
 
 class _Object(msgspec.Struct, gc=False):
-    """A good object.
+    """A usable object.
 
-    place: position of its image, or _UNUSED.  identity: its id; other_id: one that is no whole
-    number.  outline: its `segmentation`.  extra: other keys.
+    position: of its image, or _UNUSED.  identity: its id; other_id: one that is not an integer.
+    outline: its `segmentation`.  extra: other keys.
     """
 
-    place: int
+    position: int
     label: int
     box: Box
     crowd: bool
@@ -273,8 +276,8 @@ class _Object(msgspec.Struct, gc=False):
     extra: Mapping[str, Any] | None = None
 
 
-class _File:
-    """Good images and objects of a COCO file, in columns; it complains of the others.
+class _CocoFile:
+    """The usable images and objects of a COCO file, in columns; complains of the others.
 
     Attributes: extra, class_extras: see RawSet.
     """
@@ -287,232 +290,246 @@ class _File:
         self._classes: Categories
         self.extra: Mapping[str, Any] = {}
         self.class_extras: tuple[Mapping[str, Any], ...] = ()
-        self._inside = ""  # what is in front of a plain name
-        self._place_of: dict[int, int] = {}  # id -> position of the image, or _UNUSED
+        self._path_prefix = ""  # the path before a plain name
+        self._position_of: dict[int, int] = {}  # id -> position of the image, or _UNUSED
         self._paths: list[str] = []
+        # Arrays take 8 bytes per number; lists would need an object for each.
         self._image_ids, self._sizes, self._numbers = array("q"), array("q"), array("q")
         self._size_known = array("b")
         self._image_extras: list[Mapping[str, Any]] = []
         self._lost: Counter[int] = Counter()  # by position
-        self._places, self._labels, self._crowds = array("q"), array("q"), array("b")
+        self._positions, self._labels, self._crowds = array("q"), array("q"), array("b")
         self._boxes, self._areas = array("d"), array("d")
-        # Ids; of an object without one, its number.  Other ids than int are few.
+        # Ids, or the numbers of objects without one.  Ids that are not integers are rare.
         self._ids, self._has_id = array("q"), array("b")
         self._odd_ids: dict[int, Any] = {}
         self._outlines: list[tuple[np.ndarray, ...]] = []
         self._extras: list[Mapping[str, Any]] = []
 
-    def read(self, known: KnownClasses) -> "_File":
-        """Reads all of the file."""
-        parts = _parts(self._file, self._complain, "annotations")
-        categories, annotations = [*map(_value, parts["categories"])], parts["annotations"]
+    def read(self, given_classes: GivenClasses) -> "_CocoFile":
+        """Reads the whole file."""
+        parts = _read_parts(self._file, self._complain, "annotations")
+        categories, annotations = [*map(_decode_value, parts["categories"])], parts["annotations"]
         used = partial(_used_categories, annotations)
-        self._classes = classes_of(categories, used, self._file, self._complain, known)
+        self._classes = map_categories(categories, used, self._file, self._complain, given_classes)
         self.add_images(parts["images"])
         self.add_objects(annotations)
         if self._keep == "everything":
-            self.extra = {key: _value(parts[key]) for key in parts if key not in NEEDED}
-            self.class_extras = _class_extras(categories, self._classes)
+            self.extra = {
+                key: _decode_value(parts[key]) for key in parts if key not in REQUIRED_KEYS
+            }
+            self.class_extras = _collect_class_extras(categories, self._classes)
         return self
 
     def add_images(self, entries: Sequence[Any]) -> None:
-        """Adds the images; two of them with one id are the first."""
-        first: dict[int, int] = {}  # number of the entry, by id
+        """Adds the images; of two with the same id only the first."""
+        first: dict[int, int] = {}  # entry number by id
         paths: set[str] = set()
         for number, entry in enumerate(entries):
             try:
-                image = _image(entry)
+                image = _decode_image(entry)
             except _UNUSUAL:
-                row = self._unusual_image(entry, number)
+                row = self._parse_unusual_image(entry, number)
                 if row is None:
                     continue
                 identity, path, size = row
             else:
-                identity, path = image.id, self._path(image.file_name)
+                identity, path = image.id, self._find_path(image.file_name)
                 size = Size(image.width, image.height, True)
             if (before := first.setdefault(identity, number)) != number:
-                what = f"images[{number}] has the same id as images[{before}]: {identity}"
-                self._complain(Issue("image_id_duplicate", what, where=str(self._file)))
+                message = f"images[{number}] has the same id as images[{before}]: {identity}"
+                self._complain(Issue("image_id_duplicate", message, where=str(self._file)))
                 continue
-            self._place_of[identity] = len(self._paths) if path else _UNUSED
+            self._position_of[identity] = len(self._paths) if path else _UNUSED
             if not path:
                 continue
             where = f"{self._file}: images[{number}]"
             if path in paths:
-                what = f"{Path(path).name} is listed a second time"
-                self._complain(Issue("image_listed_twice", what, path, where))
+                message = f"{Path(path).name} is listed a second time"
+                self._complain(Issue("image_listed_twice", message, path, where))
             paths.add(path)
             self._paths.append(path)
             self._image_ids.append(identity)
             self._sizes.extend((size.height, size.width))
-            self._size_known.append(size.known)
+            self._size_known.append(size.is_known)
             if self._keep == "everything":
                 self._numbers.append(number)
-                self._image_extras.append(_further(_value(entry), _IMAGE_KEYS))
+                self._image_extras.append(_extra_keys(_decode_value(entry), _IMAGE_KEYS))
 
-    def _path(self, name: str) -> str:
-        """Path of an image; "": not found, which it reports."""
+    def _find_path(self, name: str) -> str:
+        """Finds the path of an image; "": not found, with an issue."""
         if name.isascii() and _PLAIN_NAME.fullmatch(name):
-            if not self._inside:
-                path = str(inside_folder(self._folder, name, str(self._file)))
-                self._inside = path.removesuffix(name)
-            path = self._inside + name
-            if is_remote(path) or is_there(path):
+            # A plain name cannot lead out of the folder, so only the first one is checked.
+            if not self._path_prefix:
+                path = str(join_inside(self._folder, name, str(self._file)))
+                self._path_prefix = path.removesuffix(name)
+            path = self._path_prefix + name
+            if is_remote(path) or file_exists(path):
                 return path
         image = find_image(self._folder, name, str(self._file), self._complain)
         return "" if image is None else str(image)
 
-    def _unusual_image(self, entry: Any, number: int) -> tuple[int, str, Size] | None:
-        """Id, path and size of an image, looked at key by key; None without an id."""
-        entry = _with_name(_value(entry))
+    def _parse_unusual_image(self, entry: Any, number: int) -> tuple[int, str, Size] | None:
+        """Parses id, path and size of an image, key by key; None without an id."""
+        entry = _name_from_url(_decode_value(entry))
         where = f"{self._file}: images[{number}]"
         identity, path, size = None, "", Size(1, 1, False)
         try:
             _check_keys("images", number, entry, self._file)
-            identity = whole_number(entry["id"])
+            identity = parse_int64(entry["id"])
             if identity is None:
-                what = f"id {entry['id']!r}{_as_text(entry['id'])}: expected a whole number"
-                raise Malformed(Issue("annotation_line", what, where=where))
+                message = f"id {entry['id']!r}{_text_note(entry['id'])}: expected a whole number"
+                raise Malformed(Issue("annotation_line", message, where=where))
             name = entry["file_name"]
             if not isinstance(name, str):
-                what = f"file_name {name!r}: expected a name"
-                raise Malformed(Issue("annotation_line", what, where=where))
-            path = self._path(name)
+                message = f"file_name {name!r}: expected a name"
+                raise Malformed(Issue("annotation_line", message, where=where))
+            path = self._find_path(name)
             if path:
                 sides = entry.get("width"), entry.get("height")
-                width, height = map(whole_number, sides)
-                typed = f"width {sides[0]!r:.20}, height {sides[1]!r:.20}"
-                size = size_of(
-                    Path(path), width, height, typed, where, self._complain, self._opener
+                width, height = map(parse_int64, sides)
+                annotated = f"width {sides[0]!r:.20}, height {sides[1]!r:.20}"
+                size = resolve_size(
+                    Path(path), width, height, annotated, where, self._complain, self._opener
                 )
-        except Malformed as wrong:
-            self._complain(wrong.issue)
+        except Malformed as error:
+            self._complain(error.issue)
         return None if identity is None else (identity, path, size)
 
     def add_objects(self, entries: Sequence[Any]) -> None:
         """Adds the objects of the images."""
+        # Its steps tell the waiting ranks that this one is alive.
         progress = Progress(_LOGGER, f"reading {self._file}", len(entries), "objects")
         for number, entry in enumerate(entries):
-            if number % _AT_ONCE == 0:
-                progress.add(_AT_ONCE if number else 0)
-            thing = None if self._keep == "everything" else self._usual_object(entry)
-            thing = thing or self._unusual_object(entry, number)
-            if thing is None or thing.place == _UNUSED:
+            if number % _PROGRESS_STEP == 0:
+                progress.add(_PROGRESS_STEP if number else 0)
+            annotation = None if self._keep == "everything" else self._parse_usual(entry)
+            annotation = annotation or self._parse_unusual(entry, number)
+            if annotation is None or annotation.position == _UNUSED:
                 continue
-            if thing.other_id is not None:
-                self._odd_ids[len(self._ids)] = thing.other_id
-            self._ids.append(number if thing.identity is None else thing.identity)
-            self._has_id.append(thing.identity is not None)
-            self._places.append(thing.place)
-            self._labels.append(thing.label)
-            self._boxes.extend(thing.box)
-            self._crowds.append(thing.crowd)
-            self._areas.append(math.nan if thing.area is None else thing.area)
+            if annotation.other_id is not None:
+                self._odd_ids[len(self._ids)] = annotation.other_id
+            self._ids.append(number if annotation.identity is None else annotation.identity)
+            self._has_id.append(annotation.identity is not None)
+            self._positions.append(annotation.position)
+            self._labels.append(annotation.label)
+            self._boxes.extend(annotation.box)
+            self._crowds.append(annotation.crowd)
+            self._areas.append(math.nan if annotation.area is None else annotation.area)
             if self._keep != "boxes":
-                self._add_outline(thing)
+                self._add_outline(annotation)
         rows = np.flatnonzero(np.asarray(self._has_id))
-        for row in rows[_repeated(np.asarray(self._ids)[rows])].tolist():
-            what = "an annotation before it has the same id"
-            path = self._paths[self._places[row]]
-            self._complain(Issue("annotation_id_duplicate", what, path, self._where(row)))
+        for row in rows[_repeated_positions(np.asarray(self._ids)[rows])].tolist():
+            message = "an annotation before it has the same id"
+            path = self._paths[self._positions[row]]
+            self._complain(
+                Issue("annotation_id_duplicate", message, path, self._describe_object(row))
+            )
 
-    def _usual_object(self, entry: Any) -> _Object | None:
-        """An annotation that fits the schema, of an image and a class of the file; else None."""
+    def _parse_usual(self, entry: Any) -> _Object | None:
+        """Parses an annotation that fits the schema, of a known image and class; else None."""
         try:
-            thing = _annotation(entry)
-            place, label = self._place_of[thing.image_id], self._classes.label_of[thing.category_id]
+            annotation = _decode_annotation(entry)
+            position, label = (
+                self._position_of[annotation.image_id],
+                self._classes.label_of[annotation.category_id],
+            )
         except _UNUSUAL:
             return None
-        x, y, width, height = thing.bbox
-        if not (x or y or width or height):  # the outline may tell
+        x, y, width, height = annotation.bbox
+        if not (x or y or width or height):  # the outline may have a box
             return None
         return _Object(
-            place,
+            position,
             label,
             (x, y, x + width, y + height),
-            bool(thing.iscrowd),
-            thing.area,
-            thing.id,
-            thing.segmentation,
+            bool(annotation.iscrowd),
+            annotation.area,
+            annotation.id,
+            annotation.segmentation,
         )
 
-    def _unusual_object(self, entry: Any, number: int) -> _Object | None:
-        """An annotation, looked at key by key; None, with an issue: it cannot be used."""
-        entry = _value(entry)
-        given: Mapping[str, Any] = entry if isinstance(entry, dict) else _NOTHING
-        image_id, category_id = given.get("image_id"), given.get("category_id")
-        image, category = whole_number(image_id), whole_number(category_id)
-        place = None if image is None else self._place_of.get(image)
+    def _parse_unusual(self, entry: Any, number: int) -> _Object | None:
+        """Parses an annotation key by key; None, with an issue: it cannot be used."""
+        entry = _decode_value(entry)
+        fields: Mapping[str, Any] = entry if isinstance(entry, dict) else _NOTHING
+        image_id, category_id = fields.get("image_id"), fields.get("category_id")
+        image, category = parse_int64(image_id), parse_int64(category_id)
+        position = None if image is None else self._position_of.get(image)
         label = None if category is None else self._classes.label_of.get(category)
-        path = "" if place is None or place == _UNUSED else self._paths[place]
-        name = f"{self._file}: annotation {given.get('id', f'number {number}')}"
+        path = "" if position is None or position == _UNUSED else self._paths[position]
+        name = f"{self._file}: annotation {fields.get('id', f'number {number}')}"
         where = f"{name} of image {Path(path).name!r}" if path else name
         try:
             _check_keys("annotations", number, entry, self._file)
-            if place is None:
-                what = f"image_id {image_id} is not among the file's images"
+            if position is None:
+                message = f"image_id {image_id} is not among the file's images"
                 if isinstance(image_id, str):
-                    what = f"image_id {image_id!r}{_as_text(image_id)}: expected a whole number"
-                raise Malformed(Issue("image_unknown", what, where=where))
+                    message = (
+                        f"image_id {image_id!r}{_text_note(image_id)}: expected a whole number"
+                    )
+                raise Malformed(Issue("image_unknown", message, where=where))
             if label is None:
-                what = _unknown_class(category_id, category, self._classes)
-                raise Malformed(Issue("class_unknown", what, path, name))
-            box = _box(given)
+                message = _describe_unknown_class(category_id, category, self._classes)
+                raise Malformed(Issue("class_unknown", message, path, name))
+            box = _parse_box(fields)
             if isinstance(box, str):
                 raise Malformed(Issue("annotation_line", box, path, where))
-        except Malformed as wrong:
-            self._complain(wrong.issue)
-            self._lost[_UNUSED if place is None else place] += 1
+        except Malformed as error:
+            self._complain(error.issue)
+            self._lost[_UNUSED if position is None else position] += 1
             return None
-        area = area_in(given.get("area"))
-        if area is None and given.get("area") is not None and path:
-            what = f"area {given['area']!r:.80}: expected a number"
-            self._complain(Issue("area_invalid", what, path, where))
-        identity = whole_number(given.get("id"))
+        area = parse_area(fields.get("area"))
+        if area is None and fields.get("area") is not None and path:
+            message = f"area {fields['area']!r:.80}: expected a number"
+            self._complain(Issue("area_invalid", message, path, where))
+        identity = parse_int64(fields.get("id"))
         return _Object(
-            place,
+            position,
             label,
             box,
-            is_crowd(given.get("iscrowd")),
+            is_crowd(fields.get("iscrowd")),
             area,
             identity,
-            given.get("segmentation"),
-            given.get("id") if identity is None else None,
-            _further(given, _OBJECT_KEYS) if self._keep == "everything" else None,
+            fields.get("segmentation"),
+            fields.get("id") if identity is None else None,
+            _extra_keys(fields, _OBJECT_KEYS) if self._keep == "everything" else None,
         )
 
-    def _add_outline(self, thing: _Object) -> None:
+    def _add_outline(self, annotation: _Object) -> None:
         """Adds outline and further keys of the last object."""
-        given = _value(thing.outline)
+        given = _decode_value(annotation.outline)
         is_mask = isinstance(given, dict)
-        outlines = () if is_mask else outlines_in([] if given is None else given)
+        outlines = () if is_mask else parse_outlines([] if given is None else given)
         if outlines is None:
-            what = "segmentation: expected lists of x1, y1, x2, y2, ..."
-            where = self._where(len(self._ids) - 1)
-            self._complain(Issue("outline_malformed", what, self._paths[thing.place], where))
+            message = "segmentation: expected lists of x1, y1, x2, y2, ..."
+            where = self._describe_object(len(self._ids) - 1)
+            self._complain(
+                Issue("outline_malformed", message, self._paths[annotation.position], where)
+            )
         self._outlines.append(outlines or ())
-        extra = thing.extra or _NOTHING
+        extra = annotation.extra or _NOTHING
         self._extras.append({**extra, "segmentation": given} if is_mask else extra)
 
-    def _where(self, row: int) -> str:
-        """Names an object."""
+    def _describe_object(self, row: int) -> str:
+        """Describes an object for messages."""
         usual = self._ids[row] if self._has_id[row] else f"number {self._ids[row]}"
-        name = Path(self._paths[self._places[row]]).name
+        name = Path(self._paths[self._positions[row]]).name
         return f"{self._file}: annotation {self._odd_ids.get(row, usual)} of image {name!r}"
 
     def columns(self) -> RawColumns:
-        """Everything in columns; nothing may be added after."""
+        """Returns the columns; nothing may be added afterwards."""
         return RawColumns(
             paths=self._paths,
             image_ids_N=np.asarray(self._image_ids),
             sizes_N2=np.asarray(self._sizes).reshape(-1, 2),
             size_known_N=np.asarray(self._size_known).astype(bool),
-            image_O=np.asarray(self._places),
+            image_O=np.asarray(self._positions),
             boxes_O4=np.asarray(self._boxes).reshape(-1, 4),
             labels_O=np.asarray(self._labels),
             crowd_O=np.asarray(self._crowds).astype(bool),
             area_O=np.asarray(self._areas),
-            where=self._where,
+            where=self._describe_object,
             outlines=None if self._keep == "boxes" else self._outlines,
             class_names=self._classes.names,
             category_ids=self._classes.ids,
@@ -520,33 +537,33 @@ class _File:
         )
 
     def as_set(self) -> RawSet:
-        """Set with a Python object for each image and box."""
+        """Returns the set, with a Python object for each image and box."""
         columns = self.columns()
         images = [
             RawImage(
                 path=Path(path),
-                image_id=self._image_ids[place],
-                width=self._sizes[2 * place + 1],
-                height=self._sizes[2 * place],
+                image_id=self._image_ids[position],
+                width=self._sizes[2 * position + 1],
+                height=self._sizes[2 * position],
                 objects=[],
-                where=f"{self._file}: images[{self._numbers[place]}]",
-                extra=self._image_extras[place],
-                size_known=bool(self._size_known[place]),
-                lost=self._lost[place],
+                where=f"{self._file}: images[{self._numbers[position]}]",
+                extra=self._image_extras[position],
+                size_known=bool(self._size_known[position]),
+                lost=self._lost[position],
             )
-            for place, path in enumerate(self._paths)
+            for position, path in enumerate(self._paths)
         ]
         for row, box in enumerate(columns.boxes_O4.tolist()):
-            thing = RawObject(
+            annotation = RawObject(
                 box=tuple(box),
                 label=self._labels[row],
-                where=self._where(row),
+                where=self._describe_object(row),
                 crowd=bool(self._crowds[row]),
                 area=None if math.isnan(self._areas[row]) else self._areas[row],
                 polygons=self._outlines[row],
                 extra=self._extras[row],
             )
-            images[self._places[row]].objects.append(thing)
+            images[self._positions[row]].objects.append(annotation)
         return RawSet(
             images,
             columns.class_names,
@@ -557,16 +574,16 @@ class _File:
         )
 
 
-def _repeated(ids_N: np.ndarray) -> np.ndarray:
-    """Positions of ids that are there before."""
+def _repeated_positions(ids_N: np.ndarray) -> np.ndarray:
+    """Returns the positions of ids that occur before."""
     if (ids_N[1:] > ids_N[:-1]).all():
         return np.zeros(0, np.int64)
     _, first = np.unique(ids_N, return_index=True)
     return np.setdiff1d(np.arange(len(ids_N)), first)
 
 
-def _with_name(entry: Any) -> Any:
-    """Names an image without `file_name` by the end of its address, as LVIS means it."""
+def _name_from_url(entry: Any) -> Any:
+    """Names an image without `file_name` by the end of its URL, as LVIS intends."""
     url = entry.get("coco_url") if isinstance(entry, dict) and "file_name" not in entry else None
     if not isinstance(url, str) or not url:
         return entry
@@ -574,11 +591,13 @@ def _with_name(entry: Any) -> Any:
 
 
 def _check_keys(part: str, number: int, entry: Any, file: Path) -> None:
-    missing = [key for key in NEEDED[part] if not isinstance(entry, dict) or key not in entry]
+    missing = [
+        key for key in REQUIRED_KEYS[part] if not isinstance(entry, dict) or key not in entry
+    ]
     if missing:
         entry = str(entry)[:120]
-        what = f"not COCO detection JSON: {part}[{number}] has no {missing[0]!r}: {entry}"
-        raise Malformed(Issue("annotation_line", what, where=str(file)))
+        message = f"not COCO detection JSON: {part}[{number}] has no {missing[0]!r}: {entry}"
+        raise Malformed(Issue("annotation_line", message, where=str(file)))
 
 
 # --- classes --------------------------------------------------------------------------------------
@@ -586,59 +605,69 @@ def _check_keys(part: str, number: int, entry: Any, file: Path) -> None:
 
 def _used_categories(annotations: Sequence[Any]) -> Collection[int | None]:
     """Returns the ids of the categories that have objects."""
-    entries = filter(lambda value: isinstance(value, dict), map(_value, annotations))
-    return {whole_number(entry.get("category_id")) for entry in entries}
+    entries = filter(lambda value: isinstance(value, dict), map(_decode_value, annotations))
+    return {parse_int64(entry.get("category_id")) for entry in entries}
 
 
-def classes_of(
+def map_categories(
     entries: Sequence[Any],
     used: Callable[[], Collection[int | None]],
     file: Path,
     complain: Complain,
-    known: KnownClasses = OWN_CLASSES,
+    given_classes: GivenClasses = FILE_CLASSES,
 ) -> Categories:
     """Maps categories to classes: merges equal names, drops a mere group.
 
     Args:
-        used: finds the ids that annotations have, which few files need.
-        known: the classes; categories are those of the same name.  Without it, all names in the
-            order of their ids.
+        used: finds the ids that annotations use, which few files need.
+        given_classes: the classes, to which categories are mapped by name; without them, all names
+            in the order of their ids.
     Raises: DataError: an entry is malformed.
     """
     name_of = _names_by_id(entries, file)
-    group = _group(entries, used)
-    of_classes = {i: name for i, name in name_of.items() if i != group}
-    if group is not None and name_of[group] in {*known.names} - {*of_classes.values()}:
+    group_id = _find_group(entries, used)
+    of_classes = {i: name for i, name in name_of.items() if i != group_id}
+    # A category that is given as a class is no mere group.
+    if group_id is not None and name_of[group_id] in {*given_classes.names} - {
+        *of_classes.values()
+    }:
         of_classes = name_of
-    elif group is not None:
-        what = f"category {group} {name_of[group]!r} has no objects and groups the others: "
-        complain(Issue("class_group", f"{what}not a class", where=str(file)))
-    own: dict[str, int] = {}  # the first id of each name
+    elif group_id is not None:
+        message = (
+            f"category {group_id} {name_of[group_id]!r} has no objects and groups the others: "
+        )
+        complain(Issue("class_group", f"{message}not a class", where=str(file)))
+    id_of_name: dict[str, int] = {}  # the first id of a name
     for identity, name in of_classes.items():
-        if name in own:
-            what = f"categories {own[name]} and {identity} are both called {name!r}: one class"
-            complain(Issue("class_names_same", what, where=str(file)))
-        own.setdefault(name, identity)
-    names = known.names or tuple(own)
+        if name in id_of_name:
+            message = (
+                f"categories {id_of_name[name]} and {identity} are both called {name!r}: one class"
+            )
+            complain(Issue("class_names_same", message, where=str(file)))
+        id_of_name.setdefault(name, identity)
+    names = given_classes.names or tuple(id_of_name)
     number_of = {name: label for label, name in enumerate(names)}
     label_of = {i: number_of[name] for i, name in of_classes.items() if name in number_of}
-    if known.names:
-        if known.names != tuple(own):
-            what = f"categories are {listed([*own])}; mapped by name to those of {known.source}"
-            complain(Issue("class_list_differs", what, where=str(file)))
+    if given_classes.names:
+        if given_classes.names != tuple(id_of_name):
+            source = given_classes.source
+            message = (
+                f"categories are {abbreviate([*id_of_name])}; mapped by name to those of {source}"
+            )
+            complain(Issue("class_list_differs", message, where=str(file)))
     elif [*label_of] not in ([*range(len(names))], [*range(1, len(names) + 1)]):
-        shown = listed([f"{i} {name_of[i]} -> {label}" for i, label in label_of.items()])
-        what = f"category ids are not 1 to {len(names)}: mapped to classes {shown}"
-        complain(Issue("class_ids_gap", what, where=str(file)))
-    free = max(name_of, default=0) + 1
+        mapping = abbreviate([f"{i} {name_of[i]} -> {label}" for i, label in label_of.items()])
+        message = f"category ids are not 1 to {len(names)}: mapped to classes {mapping}"
+        complain(Issue("class_ids_gap", message, where=str(file)))
+    next_id = max(name_of, default=0) + 1
     ids = []
-    for name in names:  # one missing from the file still has its own id in results
-        ids.append(own.get(name, free))
-        free += name not in own
-    return Categories(name_of, label_of, names, tuple(ids), known)
+    for name in names:  # a class missing from the file needs an id in results, too
+        ids.append(id_of_name.get(name, next_id))
+        next_id += name not in id_of_name
+    return Categories(name_of, label_of, names, tuple(ids), given_classes)
 
 
-def _group(
+def _find_group(
     entries: Sequence[Mapping[str, Any]], used: Callable[[], Collection[int | None]]
 ) -> int | None:
     """Returns the id of the unused category that is the supercategory of all others, or None."""
@@ -646,91 +675,100 @@ def _group(
     for entry in entries:
         name = str(entry["name"])
         children = child_counts[name] - (str(entry.get("supercategory")) == name)
-        if 0 < children == len(entries) - 1 and whole_number(entry["id"]) not in used():
-            return whole_number(entry["id"])
+        if 0 < children == len(entries) - 1 and parse_int64(entry["id"]) not in used():
+            return parse_int64(entry["id"])
     return None
 
 
 def _names_by_id(entries: Sequence[Any], file: Path) -> dict[int, str]:
-    """Class names by id, in the order of ids.
+    """Returns class names by id, in the order of ids.
 
     Raises: DataError: an entry is malformed.
     """
-    found: dict[int, str] = {}
+    name_by_id: dict[int, str] = {}
     for number, entry in enumerate(entries):
         try:
             _check_keys("categories", number, entry, file)
-        except Malformed as wrong:
-            raise DataError(wrong.issue.what, code="not_coco", where=str(file)) from wrong
-        identity = whole_number(entry["id"])
+        except Malformed as error:
+            raise DataError(error.issue.what, code="not_coco", where=str(file)) from error
+        identity = parse_int64(entry["id"])
         if identity is None:
             raise DataError(
-                f"id {entry['id']!r}{_as_text(entry['id'])}: expected a whole number",
+                f"id {entry['id']!r}{_text_note(entry['id'])}: expected a whole number",
                 code="bad_category_id",
                 where=f"{file}: categories[{number}]",
             )
-        if identity in found:
+        if identity in name_by_id:
             raise DataError(
                 "two entries of 'categories' have the same id",
                 code="category_id_duplicate",
                 where=str(file),
             )
-        found[identity] = str(entry["name"])
-    return dict(sorted(found.items()))
+        name_by_id[identity] = str(entry["name"])
+    return dict(sorted(name_by_id.items()))
 
 
-def _unknown_class(given: Any, category: int | None, categories: Categories) -> str:
-    name, known = categories.name_of.get(category or 0), categories.known
+def _describe_unknown_class(given: Any, category: int | None, categories: Categories) -> str:
+    name, given_classes = categories.name_of.get(category or 0), categories.given_classes
     if category is not None and name is not None:
-        return f"class {name!r} is not a class of {known.source} ({listed(known.names)})"
-    shown = listed([f"{i} {name}" for i, name in categories.name_of.items()])
+        expected = abbreviate(given_classes.names)
+        return f"class {name!r} is not a class of {given_classes.source} ({expected})"
+    listing = abbreviate([f"{i} {name}" for i, name in categories.name_of.items()])
     if isinstance(given, str):
-        return f"category_id {given!r}{_as_text(given)}: expected a whole number ({shown})"
-    return f"category_id {given} is not among the file's categories ({shown})"
+        return f"category_id {given!r}{_text_note(given)}: expected a whole number ({listing})"
+    return f"category_id {given} is not among the file's categories ({listing})"
 
 
 def is_crowd(value: Any) -> bool:
-    """What `iscrowd` says."""
+    """Returns True if the value of `iscrowd` means a crowd."""
     if isinstance(value, str):  # some tools write numbers as text
         return value.strip().lower() not in ("", "0", "0.0", "false")
     return bool(value)
 
 
-def _further(entry: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if key not in known}
+def _extra_keys(entry: Mapping[str, Any], known_keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key not in known_keys}
 
 
-def _class_extras(
+def _collect_class_extras(
     entries: Sequence[Mapping[str, Any]], categories: Categories
 ) -> tuple[Mapping[str, Any], ...]:
-    """In the order of the classes; none where no class has any."""
-    of_id = {whole_number(each["id"]): _further(each, NEEDED["categories"]) for each in entries}
-    extras = tuple(of_id.get(identity, {}) for identity in categories.ids)
+    """Collects further keys of the classes, in their order; () if no class has any."""
+    extras_by_id = {
+        parse_int64(entry["id"]): _extra_keys(entry, REQUIRED_KEYS["categories"])
+        for entry in entries
+    }
+    extras = tuple(extras_by_id.get(identity, {}) for identity in categories.ids)
     return extras if any(extras) else ()
 
 
-def _as_text(value: Any) -> str:
-    """ " is text" for a value in quotes, which messages would hide."""
+def _text_note(value: Any) -> str:
+    """Returns " is text" for a string, as messages show numbers without their quotes."""
     return " is text" if isinstance(value, str) else ""
 
 
-def whole_number(value: Any) -> int | None:
-    """Value as an int of 64 bits, also from 3.0; else None."""
+def parse_int64(value: Any) -> int | None:
+    """Returns a value, possibly 3.0, as an int of 64 bits; None: it is none."""
     if type(value) is float and value.is_integer():
         value = int(value)
     return value if type(value) is int and abs(value) < 2**63 else None
 
 
-NO_BOXES: tuple[Any, ...] = (None, [], [0, 0, 0, 0])  # of which the outline has the last word
+EMPTY_BOXES: tuple[Any, ...] = (None, [], [0, 0, 0, 0])  # for which the outline decides
 
 
-def _box(entry: Mapping[str, Any]) -> Box | str:
-    """The box of an annotation, or what is wrong with it."""
-    bbox, outline = entry.get("bbox"), entry.get("segmentation")
-    if bbox in NO_BOXES and (outline or bbox != NO_BOXES[-1]):
-        box = _mask_extent(outline) if isinstance(outline, dict) else extent_of(outline)
+def _parse_box(entry: Mapping[str, Any]) -> Box | str:
+    """Parses the box of an annotation, or returns what is wrong with it."""
+    bbox, segmentation = entry.get("bbox"), entry.get("segmentation")
+    if bbox in EMPTY_BOXES and (segmentation or bbox != EMPTY_BOXES[-1]):
+        box = (
+            _mask_extent(segmentation)
+            if isinstance(segmentation, dict)
+            else outline_extent(segmentation)
+        )
         return (
-            box or f"bbox {bbox!r}, and no outline or mask to take a box from: {str(outline)[:80]}"
+            box
+            or f"bbox {bbox!r}, and no outline or mask to take a box from: {str(segmentation)[:80]}"
         )
     if not isinstance(bbox, list) or len(bbox) != 4:
         return f"bbox {bbox!r}: expected [x, y, width, height]"
@@ -742,83 +780,88 @@ def _box(entry: Mapping[str, Any]) -> Box | str:
 
 
 def _mask_extent(mask: Mapping[str, Any]) -> Box | None:
-    """Box of a run-length mask, columns first; None: empty or malformed.
+    """Computes the box of a run-length mask, columns first; None: empty or malformed.
 
     Source: github.com/cocodataset/cocoapi, common/maskApi.c, rleToBbox.
     """
     try:
         height, width = mask["size"]
         counts = mask["counts"]
-        runs = np.array(_runs_of(counts) if isinstance(counts, str) else counts, np.int64)
+        runs = np.array(_decode_runs(counts) if isinstance(counts, str) else counts, np.int64)
         ends = runs.cumsum()
         if height < 1 or (runs < 0).any() or ends[-1] != height * width:
             return None
     except (KeyError, IndexError, TypeError, ValueError, OverflowError):
         return None
-    first, last = (ends - runs)[1::2], ends[1::2] - 1  # pixels of the mask's own runs
+    # Runs alternate, beginning outside the mask.
+    first, last = (ends - runs)[1::2], ends[1::2] - 1  # pixels of the runs inside the mask
     first, last = first[last >= first], last[last >= first]
     if not len(first):
         return None
-    whole = (first // height != last // height).any()  # a run goes on in the next column
-    top, bottom = (0, height) if whole else ((first % height).min(), (last % height).max() + 1)
+    crosses_column = (first // height != last // height).any()  # a run continues in the next column
+    top, bottom = (
+        (0, height) if crosses_column else ((first % height).min(), (last % height).max() + 1)
+    )
     return float(first[0] // height), float(top), float(last[-1] // height + 1), float(bottom)
 
 
-def _runs_of(text: str) -> list[int]:
-    """Lengths of the runs that a compressed mask says.
+def _decode_runs(text: str) -> list[int]:
+    """Decodes the run lengths of a compressed mask.
 
-    Raises: IndexError, ValueError: it is none.
+    Raises: IndexError, ValueError: it is malformed.
     Source: github.com/cocodataset/cocoapi, common/maskApi.c, rleFrString.
     """
     runs: list[int] = []
-    place = 0
-    while place < len(text):
-        run, bits, more = 0, 0, True
-        while more:
-            digit = ord(text[place]) - 48
+    position = 0
+    while position < len(text):
+        run, bits, continues = 0, 0, True
+        while continues:
+            digit = ord(text[position]) - 48
             if not 0 <= digit < 64 or bits > 60:
                 raise ValueError("not a mask")
             run |= (digit & 31) << bits
-            more, place, bits = bool(digit & 32), place + 1, bits + 5
-            if not more and digit & 16:
+            continues, position, bits = bool(digit & 32), position + 1, bits + 5
+            if not continues and digit & 16:
                 run -= 1 << bits
         runs.append(run + (runs[-2] if len(runs) > 2 else 0))
     return runs
 
 
 def write_coco(file: Path, content: Mapping[str, Any]) -> None:
-    """Writes what `coco_content` gave.
+    """Writes the content of `coco_content` to a file.
 
-    Raises: UserError: the file cannot be written, or is there already.
+    Raises: UserError: the file cannot be written, or exists already.
     """
     write_text(file, json.dumps(content, ensure_ascii=False, allow_nan=False))
 
 
 def coco_content(raw: RawSet, names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """A COCO file that `read_coco` reads as the same set, for `json`.
+    """Builds the content of a COCO file, for `json`, from which `read_coco` reads the same set.
 
     Args:
         names: of the images, relative to their folder.
-    Returns: the content; what COCO could not hold, a line for each kind.
+    Returns: the content; a line for each kind of property that COCO cannot represent.
     """
     used = {
         identity
         for image in raw.images
-        for thing in image.objects
-        if (identity := whole_number(thing.extra.get("id"))) is not None
+        for annotation in image.objects
+        if (identity := parse_int64(annotation.extra.get("id"))) is not None
     }
-    free = max(used, default=0) + 1
+    next_id = max(used, default=0) + 1
     renumbered = 0
     annotations = []
     for image in raw.images:
-        for thing in image.objects:
-            identity = whole_number(thing.extra.get("id"))
+        for annotation in image.objects:
+            identity = parse_int64(annotation.extra.get("id"))
             if identity in used:
                 used.discard(identity)
-            else:  # none, or that of an object before
-                renumbered += "id" in thing.extra
-                identity, free = free, free + 1
-            annotations.append(_entry(thing, identity, image.image_id, raw.category_ids))
+            else:  # no id, or that of an earlier object
+                renumbered += "id" in annotation.extra
+                identity, next_id = next_id, next_id + 1
+            annotations.append(
+                _make_annotation(annotation, identity, image.image_id, raw.category_ids)
+            )
     class_extras = raw.class_extras or [_NOTHING] * len(raw.class_names)
     content = {
         **raw.extra,
@@ -842,40 +885,40 @@ def coco_content(raw: RawSet, names: Sequence[str]) -> tuple[dict[str, Any], lis
     return content, lines
 
 
-def _entry(
-    thing: RawObject, identity: int | None, image_id: int, category_ids: Sequence[int]
+def _make_annotation(
+    annotation: RawObject, identity: int | None, image_id: int, category_ids: Sequence[int]
 ) -> dict[str, Any]:
-    bbox = _bbox(thing.box)
+    bbox = _format_bbox(annotation.box)
     entry: dict[str, Any] = {
-        **thing.extra,
+        **annotation.extra,
         "id": identity,
         "image_id": image_id,
-        "category_id": category_ids[thing.label],
+        "category_id": category_ids[annotation.label],
         "bbox": bbox,
-        "iscrowd": int(thing.crowd),
-        # pycocotools needs an area; read back, 0 would count as none as well.
-        "area": bbox[2] * bbox[3] if thing.area is None else _short(thing.area),
+        "iscrowd": int(annotation.crowd),
+        # pycocotools needs an area; 0 is read back as none, too.
+        "area": bbox[2] * bbox[3] if annotation.area is None else _shorten(annotation.area),
     }
-    if thing.polygons:
-        outlines = [part_K2.reshape(-1).tolist() for part_K2 in thing.polygons]
-        entry["segmentation"] = [[_short(value) for value in outline] for outline in outlines]
+    if annotation.polygons:
+        outlines = [part_K2.reshape(-1).tolist() for part_K2 in annotation.polygons]
+        entry["segmentation"] = [[_shorten(value) for value in outline] for outline in outlines]
     return entry
 
 
-def _bbox(box: Box) -> list[float]:
-    """COCO's [x, y, w, h] in shortest form, right edge exact."""
+def _format_bbox(box: Box) -> list[float]:
+    """Formats a box as COCO's [x, y, w, h] in shortest form, right edge exact."""
     x1, y1, x2, y2 = box
-    return [_short(value) for value in (x1, y1, _side(x1, x2), _side(y1, y2))]
+    return [_shorten(value) for value in (x1, y1, _shortest_side(x1, x2), _shortest_side(y1, y2))]
 
 
-def _side(low: float, high: float) -> float:
-    """Shortest number that gives exactly `high` when added to `low`."""
+def _shortest_side(low: float, high: float) -> float:
+    """Finds the shortest number that gives exactly `high` when added to `low`."""
     side = high - low
     candidates = [round(side, digits) for digits in range(17)]
     candidates += [math.nextafter(side, math.inf), math.nextafter(side, -math.inf)]
     return next((short for short in candidates if low + short == high), side)
 
 
-def _short(value: float) -> float:
-    """Number; a whole one becomes an int, without a decimal point."""
+def _shorten(value: float) -> float:
+    """Converts an integral number to int, which has no decimal point."""
     return int(value) if value.is_integer() else value

@@ -1,4 +1,4 @@
-"""Converts a split to another format, or divides it into several.
+"""Conversion of a split to another format, and division into several.
 
     OUT/images/SPLIT/...                    copies of the images, or links to them, or tar shards
     coco  OUT/annotations/instances_SPLIT.json
@@ -6,8 +6,8 @@
 
     images -> groups of one content -> parts (`divide`) -> files of the set's own format (`write`)
 
-A division gives each part its share of every class; entries of annotation files stay as they are
-and no image moves.  Nothing that is there is ever overwritten.
+A division gives each part its share of every class; it changes no entry of annotation files and
+moves no image.  Existing files are never overwritten.
 """
 
 import csv
@@ -34,9 +34,9 @@ from ppdist.common.files import make_folder, make_parent, replace_file, replacin
 from ppdist.common.opener import Opener
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import (
-    class_names,
-    quietly,
-    read_list,
+    find_class_names,
+    ignore_issue,
+    read_lines,
     read_text,
     write_text,
 )
@@ -64,31 +64,31 @@ def convert(
 ) -> list[str]:
     """Writes a split that reads back as the same images and objects.
 
-    Boxes come back exactly (through YOLO's fractions within 1e-12 pixels, exactly in float32); ids,
-    areas, outlines, crowds and further properties do where the format can hold them.  Images of one
-    name are told apart by a number, and names become UTF-8.  Boxes that are not finite are left
-    out, images that have no others (they are not background), and images of unknown size.  YOLO's
-    fractions are of the image as its file has it: annotations of another frame are turned with it,
-    or left out with their image.
+    Boxes read back exactly (from YOLO's fractions within 1e-12 pixels, exactly in float32); so do
+    ids, areas, outlines, crowds and further properties if the format can represent them.  Images
+    with the same name get a number, and names become UTF-8.  Left out are boxes that are not
+    finite, images with only such boxes (they are not background), and images of unknown size.
+    YOLO's fractions refer to the pixels in the file: annotations of the stored, not turned image
+    are turned with it; others of another size are left out with their image.
 
     Args:
-        out: a folder, made if need be; several splits may share it.
-        images: copy: into out; link: symbolic links there; none: they stay where they are (not
-            for YOLO, which finds labels by the place of the image).
-        split: what it is called there.
-        shard_bytes: the copies go into tar shards, which end beyond so many bytes (COCO only).
-    Returns: what was lost or changed, a line for each kind.
-    Raises: DataError: there are no boxes, classes that the format cannot tell apart, or a split of
-        this name is there already.  UserError: something cannot be written.  StorageError.  Nothing
-        of the split is left then.
+        out: a folder, made if needed; several splits may share it.
+        images: copy: into out; link: symbolic links there; none: they stay in place (not for YOLO,
+            which finds labels by the path of the image).
+        split: its name there.
+        shard_bytes: writes the copies into tar shards, which end beyond this size (COCO only).
+    Returns: a line for each kind of loss or change.
+    Raises: DataError: there are no boxes, the format cannot distinguish the classes, or a split of
+        this name exists.  UserError: a file cannot be written.  StorageError.  Then no file of the
+        split is left.
     """
-    _check(raw, form, out, images, split)
-    with removed_on_failure(targets_of(out, form, images, split)):
-        return _write(raw, form, out, images, split, shard_bytes)
+    _require_convertible(raw, form, out, images, split)
+    with remove_on_failure(list_targets(out, form, images, split)):
+        return _write_split(raw, form, out, images, split, shard_bytes)
 
 
-def targets_of(out: Path, form: Format, images: Images, split: str) -> list[Path]:
-    """Files and folders that `convert` writes for one split alone."""
+def list_targets(out: Path, form: Format, images: Images, split: str) -> list[Path]:
+    """Lists the files and folders that `convert` writes for one split alone."""
     targets = [_annotation_file(form, split)]
     targets += [f"labels/{split}"] if form == "yolo" else []
     targets += [f"images/{split}"] if images != "none" else []
@@ -96,8 +96,8 @@ def targets_of(out: Path, form: Format, images: Images, split: str) -> list[Path
 
 
 @contextmanager
-def removed_on_failure(targets: Sequence[Path]) -> Iterator[None]:
-    """Deletes these if the block fails: a next run would refuse them."""
+def remove_on_failure(targets: Sequence[Path]) -> Iterator[None]:
+    """Deletes these if the block fails, as a later run would refuse to overwrite them."""
     try:
         yield
     except BaseException:  # an interrupt, too
@@ -105,49 +105,50 @@ def removed_on_failure(targets: Sequence[Path]) -> Iterator[None]:
             if target.is_dir():
                 shutil.rmtree(target, ignore_errors=True)
             else:
-                with suppress(OSError):  # it is not there yet
+                with suppress(OSError):  # it does not exist yet
                     target.unlink()
         raise
 
 
-def _write(
+def _write_split(
     raw: RawSet, form: Format, out: Path, images: Images, split: str, shard_bytes: int | None
 ) -> list[str]:
-    """As `convert`, which has checked that nothing of the split is there."""
+    """Writes a split for `convert`, which has checked that none of its files exist."""
     lines: list[str] = []
     folder = _common_folder(raw)
-    raw = _finite(_sized(raw, lines), lines)
+    raw = _drop_not_finite(_drop_unknown_sizes(raw, lines), lines)
     if form == "yolo":
-        raw = _as_files_are(_once(raw, lines), lines)
-    names = _new_names(raw, folder, lines, by_key=form == "yolo" or shard_bytes is not None)
+        raw = _match_file_sizes(_merge_repeated(raw, lines), lines)
+    names = _choose_names(raw, folder, lines, by_key=form == "yolo" or shard_bytes is not None)
     make_folder(out)
     if form == "yolo":
         _write_classes(raw, out, split)
-        _say_what_is_lost(raw, lines)
+        _report_losses(raw, lines)
     file = out / _annotation_file(form, split)
     if shard_bytes is not None:
-        content, more = _sharded(raw, names, out / "images" / split, split, shard_bytes)
+        content, new_lines = _write_shards(raw, names, out / "images" / split, split, shard_bytes)
         write_coco(file, content)
-        return lines + more
+        return lines + new_lines
     if images == "none":
         names = [os.path.relpath(absolute(image.path), folder) for image in raw.images]
     else:
-        _place_images(raw, names, out / "images" / split, images, lines)
+        _copy_images(raw, names, out / "images" / split, images, lines)
     if form == "coco":
-        content, more = coco_content(raw, names)
+        content, new_lines = coco_content(raw, names)
         write_coco(file, content)
-        lines += more
+        lines += new_lines
     else:
-        listed = [f"./images/{split}/{name}" for name in names]
-        lines += write_yolo(file, out / "labels" / split, raw, names, listed)
+        list_lines = [f"./images/{split}/{name}" for name in names]
+        lines += write_yolo(file, out / "labels" / split, raw, names, list_lines)
     return lines
 
 
-def snippet(raws: Mapping[str, RawSet], form: Format, out: Path, *, images: Images) -> str:
-    """The `data:` section that reads what `convert` wrote, as YAML.
+def conversion_section(
+    raws: Mapping[str, RawSet], form: Format, out: Path, *, images: Images
+) -> str:
+    """Returns the `data:` section that reads the result of `convert`, as YAML.
 
-    Args:
-        raws: what was converted, by the name of the split.
+    Args: raws: the converted splits, by name.
     """
     data: dict[str, object] = {"format": form, "root": os.path.abspath(out)}
     for split, raw in raws.items():
@@ -161,15 +162,15 @@ def snippet(raws: Mapping[str, RawSet], form: Format, out: Path, *, images: Imag
 
 
 def _annotation_file(form: Format, split: str) -> str:
-    """Path below OUT that `data.*.annotations` names."""
+    """Returns the path below OUT for `data.*.annotations`."""
     return f"annotations/instances_{split}.json" if form == "coco" else f"{split}.txt"
 
 
-# Ends of lines to Python, or nothing that a text file may contain.
-_NO_NAME = re.compile("[\x00-\x1f\x7f\x85\u2028\u2029\ufffe\uffff\ud800-\udfff]")
+# Line ends for Python, and characters that a text file may not contain.
+_FORBIDDEN = re.compile("[\x00-\x1f\x7f\x85\u2028\u2029\ufffe\uffff\ud800-\udfff]")
 
 
-def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> None:
+def _require_convertible(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> None:
     if any(image.width <= 0 or image.height <= 0 for image in raw.images):
         raise DataError(
             "images of unknown size (classified, without boxes)",
@@ -191,7 +192,8 @@ def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> 
                     where=str(image.path),
                     fix="use --image-files copy",
                 )
-    for target in targets_of(out, form, images, split):
+    for target in list_targets(out, form, images, split):
+        # Not `exists`: a link to nothing would be overwritten, too.
         if os.path.lexists(target):
             raise DataError(
                 "already exists",
@@ -211,7 +213,7 @@ def _check_class_names(raw: RawSet) -> None:
             code="class_name_duplicate",
             where=raw.source,
         )
-    strange = [name for name in raw.class_names if name != name.strip() or _NO_NAME.search(name)]
+    strange = [name for name in raw.class_names if name != name.strip() or _FORBIDDEN.search(name)]
     if strange or "" in raw.class_names:
         first = strange[0] if strange else ""
         raise DataError(
@@ -221,7 +223,7 @@ def _check_class_names(raw: RawSet) -> None:
         )
 
 
-def _sized(raw: RawSet, lines: list[str]) -> RawSet:
+def _drop_unknown_sizes(raw: RawSet, lines: list[str]) -> RawSet:
     unknown = [image.path for image in raw.images if not image.size_known]
     if unknown:
         lines.append(
@@ -231,95 +233,102 @@ def _sized(raw: RawSet, lines: list[str]) -> RawSet:
     return replace(raw, images=[image for image in raw.images if image.size_known])
 
 
-def _finite(raw: RawSet, lines: list[str]) -> RawSet:
+def _drop_not_finite(raw: RawSet, lines: list[str]) -> RawSet:
     lost: Counter[str] = Counter()
-    kept = []
+    images = []
     for image in raw.images:
+        # NaN and infinity survive a sum, so one test is enough for four numbers.
         objects = [t for t in image.objects if math.isfinite(sum(t.box))]
         lost["objects: box is not finite, left out"] += len(image.objects) - len(objects)
         if image.objects and not objects:
             lost["images: none of their boxes is finite, left out"] += 1
             continue
-        objects = [replace(t, extra=_finite_only(t.extra, lost)) if t.extra else t for t in objects]
-        kept.append(replace(image, objects=objects, extra=_finite_only(image.extra, lost)))
-    extra = _finite_only(raw.extra, lost)
-    class_extras = tuple(_finite_only(extra, lost) for extra in raw.class_extras)
-    lines += [f"{count} {what}" for what, count in lost.items() if count]
-    return replace(raw, images=kept, extra=extra, class_extras=class_extras)
+        objects = [
+            replace(t, extra=_replace_not_finite(t.extra, lost)) if t.extra else t for t in objects
+        ]
+        images.append(replace(image, objects=objects, extra=_replace_not_finite(image.extra, lost)))
+    extra = _replace_not_finite(raw.extra, lost)
+    class_extras = tuple(_replace_not_finite(extra, lost) for extra in raw.class_extras)
+    lines += [f"{count} {message}" for message, count in lost.items() if count]
+    return replace(raw, images=images, extra=extra, class_extras=class_extras)
 
 
-_DEEPEST = 50  # lists and mappings in one another
+_DEEPEST = 50  # nested lists and mappings
 
 
-def _finite_only(value: Any, lost: Counter[str], depth: int = 0) -> Any:
+def _replace_not_finite(value: Any, lost: Counter[str], depth: int = 0) -> Any:
     """Replaces NaN, infinity and too deep nesting by null, for JSON."""
     if isinstance(value, dict | list) and depth == _DEEPEST:
         lost["further properties: nested too deeply, become null"] += 1
         return None
     if isinstance(value, dict):
-        return {key: _finite_only(one, lost, depth + 1) for key, one in value.items()}
+        return {
+            key: _replace_not_finite(element, lost, depth + 1) for key, element in value.items()
+        }
     if isinstance(value, list):
-        return [_finite_only(one, lost, depth + 1) for one in value]
+        return [_replace_not_finite(element, lost, depth + 1) for element in value]
     if isinstance(value, float) and not math.isfinite(value):
         lost["further properties: not finite, become null"] += 1
         return None
     return value
 
 
-def _once(raw: RawSet, lines: list[str]) -> RawSet:
+def _merge_repeated(raw: RawSet, lines: list[str]) -> RawSet:
     """Merges the objects of images that are listed several times."""
     first: dict[Path, RawImage] = {}
     for image in raw.images:
-        before = first.setdefault(image.path, image)
-        if before is not image:
-            first[image.path] = replace(before, objects=before.objects + image.objects)
+        previous = first.setdefault(image.path, image)
+        if previous is not image:
+            first[image.path] = replace(previous, objects=previous.objects + image.objects)
     if len(first) < len(raw.images):
         repeats = len(raw.images) - len(first)
         lines.append(f"{repeats} images: listed more than once, their objects merged")
     return replace(raw, images=list(first.values()))
 
 
-def _as_files_are(raw: RawSet, lines: list[str]) -> RawSet:
-    """Gives each image its file's size, so that fractions keep their meaning."""
-    kept, turned, strange = [], 0, []
+def _match_file_sizes(raw: RawSet, lines: list[str]) -> RawSet:
+    """Changes annotations to the size of the image file, to which YOLO's fractions refer."""
+    images, turned, mismatched = [], 0, []
     for image in raw.images:
         frame, size = read_header(image.path, raw.opener), (image.width, image.height)
         if frame is None or size == frame.upright:
-            kept.append(image)
+            images.append(image)
         elif size == frame.stored:
             turned += 1
-            kept.append(turned_upright(image, frame))
+            images.append(turn_annotations(image, frame))
         else:
-            strange.append(image.path)
+            mismatched.append(image.path)
     if turned:
         lines.append(f"{turned} images: annotated as they are stored, turned as EXIF says")
-    if strange:
+    if mismatched:
         lines.append(
-            f"{len(strange)} images: not as large as annotated, left out, first {strange[0]}"
+            f"{len(mismatched)} images: not as large as annotated, left out, first {mismatched[0]}"
         )
-    return replace(raw, images=kept)
+    return replace(raw, images=images)
 
 
-def turned_upright(image: RawImage, frame: ImageHeader) -> RawImage:
-    """Annotations of the stored pixels, turned upright as these will be."""
+def turn_annotations(image: RawImage, frame: ImageHeader) -> RawImage:
+    """Turns the annotations of stored pixels, as the image is turned."""
     objects = []
-    for thing in image.objects:
-        x1, y1, x2, y2 = thing.box
-        (left, right), (top, bottom) = map(sorted, zip(_turn(x1, y1, frame), _turn(x2, y2, frame)))
+    for annotation in image.objects:
+        x1, y1, x2, y2 = annotation.box
+        (left, right), (top, bottom) = map(
+            sorted, zip(_turn_point(x1, y1, frame), _turn_point(x2, y2, frame))
+        )
         box: Box = (left, top, right, bottom)
-        if x2 < x1 or y2 < y1:  # the wrong way round it stays
+        if x2 < x1 or y2 < y1:  # keeps swapped corners swapped
             box = (right, bottom, left, top)
-        parts = [part_K2.copy() for part_K2 in thing.polygons]
+        parts = [part_K2.copy() for part_K2 in annotation.polygons]
         for part_K2 in parts:
             x_K, y_K = part_K2.T.copy()
-            part_K2[:, 0], part_K2[:, 1] = _turn(x_K, y_K, frame)
-        objects.append(replace(thing, box=box, polygons=tuple(parts)))
+            part_K2[:, 0], part_K2[:, 1] = _turn_point(x_K, y_K, frame)
+        objects.append(replace(annotation, box=box, polygons=tuple(parts)))
     width, height = frame.upright
     return replace(image, width=width, height=height, objects=objects)
 
 
-def _turn(x: Any, y: Any, frame: ImageHeader) -> tuple[Any, Any]:
-    """Where a point of the stored pixels lies in the upright image.
+def _turn_point(x: Any, y: Any, frame: ImageHeader) -> tuple[Any, Any]:
+    """Maps a point of the stored pixels to the upright image.
 
     EXIF 2.32, tag 274; points are edges, not centres.
     """
@@ -337,20 +346,20 @@ def _turn(x: Any, y: Any, frame: ImageHeader) -> tuple[Any, Any]:
 
 
 def _common_folder(raw: RawSet) -> str:
-    folders = {os.path.dirname(_outside_shard(image.path)) for image in raw.images}
+    folders = {os.path.dirname(_path_beside_shard(image.path)) for image in raw.images}
     return os.path.commonpath(folders) if folders else os.path.abspath("images")
 
 
-def _outside_shard(path: Path) -> str:
-    """Absolute path; of an image in a shard, that beside its shard."""
+def _path_beside_shard(path: Path) -> str:
+    """Returns the absolute path; of an image in a shard, the path beside its shard."""
     place = place_in_shard(absolute(path))
     return absolute(path) if place is None else os.path.join(place.folder, place.name)
 
 
-def _new_names(raw: RawSet, folder: str, lines: list[str], *, by_key: bool) -> list[str]:
-    """New name of each image relative to its folder, unique by path.
+def _choose_names(raw: RawSet, folder: str, lines: list[str], *, by_key: bool) -> list[str]:
+    """Chooses the new name of each image relative to its folder, unique by path.
 
-    Args: by_key: told apart without their suffixes, as their labels will be.
+    Args: by_key: names also differ without their suffixes, as label files need.
     """
     name_of: dict[Path, str] = {}
     taken: set[str] = set()
@@ -358,8 +367,8 @@ def _new_names(raw: RawSet, folder: str, lines: list[str], *, by_key: bool) -> l
     for image in raw.images:
         if image.path in name_of:
             continue
-        old = os.path.relpath(_outside_shard(image.path), folder)
-        stem, suffix = os.path.splitext(_clean(old))
+        old = os.path.relpath(_path_beside_shard(image.path), folder)
+        stem, suffix = os.path.splitext(_clean_name(old))
         name, number = f"{stem}{suffix}", 1
         while (key := os.path.splitext(name)[0] if by_key else name) in taken:
             number += 1
@@ -373,8 +382,8 @@ def _new_names(raw: RawSet, folder: str, lines: list[str], *, by_key: bool) -> l
     return [name_of[image.path] for image in raw.images]
 
 
-def _clean(name: str) -> str:
-    """Name valid in UTF-8 and lists, with labels YOLO can find."""
+def _clean_name(name: str) -> str:
+    """Makes a name valid in UTF-8 and in lists, such that YOLO finds its label."""
     content = os.fsencode(name)
     for encoding in ("utf-8", "gb18030"):
         try:
@@ -382,45 +391,47 @@ def _clean(name: str) -> str:
             break
         except UnicodeDecodeError:
             continue
-    *folders, file = _NO_NAME.sub("_", name).split(os.sep)
+    *folders, file = _FORBIDDEN.sub("_", name).split(os.sep)
     stem, suffix = os.path.splitext(file)
-    folders = ["images_" if part == "images" else _named(part) for part in folders]
-    return "/".join([*folders, f"{_named(stem)}{suffix.rstrip()}"])
+    folders = ["images_" if part == "images" else _clean_part(part) for part in folders]
+    return "/".join([*folders, f"{_clean_part(stem)}{suffix.rstrip()}"])
 
 
-def _named(part: str) -> str:
-    """Strips surrounding whitespace unless that gives `.`, `..` or ""."""
+def _clean_part(part: str) -> str:
+    """Strips surrounding whitespace; "_" for names that would be `.`, `..` or empty."""
     bare = part.strip()
     return "_" if bare in ("", ".", "..") else bare
 
 
 def _write_classes(raw: RawSet, out: Path, split: str) -> None:
-    known = class_names(out, ())
-    if known and known != raw.class_names:
+    written = find_class_names(out, ())
+    if written and written != raw.class_names:
         raise DataError(
-            f"already holds files with classes ({', '.join(known[:5])}) other than those of "
+            f"already holds files with classes ({', '.join(written[:5])}) other than those of "
             f"{raw.source} ({', '.join(raw.class_names[:5])})",
             code="folder_of_other_classes",
             where=str(out),
             fix="choose a new folder",
         )
     splits = [name for name in ("train", "val") if (out / f"{name}.txt").exists()]
-    file, before = out / "data.yaml", _data_yaml(raw, splits)
-    if not known:
-        write_text(file, _data_yaml(raw, [split]))
-    elif file.is_file() and file.read_text(encoding="utf-8") == before:  # of another split
+    # A file that the user has changed stays as it is.
+    file, expected = out / "data.yaml", _format_data_yaml(raw, splits)
+    if not written:
+        write_text(file, _format_data_yaml(raw, [split]))
+    elif file.is_file() and file.read_text(encoding="utf-8") == expected:
+        # Unchanged since another split was written.
         with writing(file):
-            replace_file(file, _data_yaml(raw, [*splits, split]).encode())
+            replace_file(file, _format_data_yaml(raw, [*splits, split]).encode())
 
 
-def _data_yaml(raw: RawSet, splits: Sequence[str]) -> str:
-    """YAML data file for ultralytics, with only the splits that exist."""
+def _format_data_yaml(raw: RawSet, splits: Sequence[str]) -> str:
+    """Formats a data file for ultralytics, with only the splits that exist."""
     lists = {split: f"{split}.txt" for split in splits}
     content = {"path": ".", **lists, "names": [*raw.class_names]}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
-def _say_what_is_lost(raw: RawSet, lines: list[str]) -> None:
+def _report_losses(raw: RawSet, lines: list[str]) -> None:
     if raw.extra:
         lines.append(f"{', '.join(map(str, raw.extra))}: of the whole set, left out")
     of_classes = dict.fromkeys(str(key) for extra in raw.class_extras for key in extra)
@@ -433,7 +444,7 @@ def _say_what_is_lost(raw: RawSet, lines: list[str]) -> None:
         lines.append(f"image ids: become 1 to {len(ids)}")
 
 
-def _place_images(
+def _copy_images(
     raw: RawSet, names: Sequence[str], folder: Path, images: Images, lines: list[str]
 ) -> None:
     absent = []
@@ -441,7 +452,7 @@ def _place_images(
     for path, name in dict(zip((image.path for image in raw.images), names)).items():
         source, target = absolute(path), folder / name
         plain = os.path.isfile(source) and os.access(source, os.R_OK)
-        content = None if plain else _content(source, raw.opener)
+        content = None if plain else _read_content(source, raw.opener)
         if content is None and not plain:
             absent.append(source)
             continue
@@ -455,32 +466,32 @@ def _place_images(
             else:
                 replace_file(target, content)
     if absent:
-        lines.append(_absent_line(absent))
+        lines.append(_describe_absent(absent))
 
 
-def _absent_line(absent: Sequence[str]) -> str:
+def _describe_absent(absent: Sequence[str]) -> str:
     return (
         f"{len(absent)} images: do not exist or cannot be read, first {absent[0]}; only their "
         f"annotations were written"
     )
 
 
-def _content(source: str, opener: Opener) -> bytes | None:
-    """Bytes of an image of a store, shard or disk; None: unreadable."""
+def _read_content(source: str, opener: Opener) -> bytes | None:
+    """Reads an image of a store, shard or disk; None: unreadable."""
     try:
         return opener.read(source, MOST_BYTES)
     except OSError:
         return None
 
 
-def _sharded(
+def _write_shards(
     raw: RawSet, names: Sequence[str], folder: Path, split: str, shard_bytes: int
 ) -> tuple[dict[str, Any], list[str]]:
     """Writes the shards of a split.
 
-    Returns: COCO's JSON for them, and lines for the user.
+    Returns: the content of the COCO file for them, and lines for the user.
     """
-    keys = _shard_names(names)
+    keys = _choose_shard_names(names)
     content, lines = coco_content(raw, keys)
     renamed = sum(key != name for key, name in zip(keys, names))
     if renamed:
@@ -495,24 +506,24 @@ def _sharded(
     writer, absent = ShardWriter(folder, split, shard_bytes), []
     try:
         for path, entries in listings.items():
-            image_bytes = _content(absolute(path), raw.opener)
+            image_bytes = _read_content(absolute(path), raw.opener)
             if image_bytes is None:
                 absent.append(absolute(path))
                 continue
-            of_image = [thing for entry in entries for thing in objects[entry["id"]]]
-            said = {"images": entries, "annotations": of_image}
-            place = writer.add(entries[0]["file_name"], image_bytes, said)
+            annotations = [annotation for entry in entries for annotation in objects[entry["id"]]]
+            image_content = {"images": entries, "annotations": annotations}
+            place = writer.add(entries[0]["file_name"], image_bytes, image_content)
             for entry in entries:
                 entry["file_name"] = place
     finally:
         writer.close()
     if absent:
-        lines.append(_absent_line(absent))
+        lines.append(_describe_absent(absent))
     return content, lines
 
 
-def _shard_names(names: Sequence[str]) -> list[str]:
-    """Names whose key WebDataset ends at the right dot."""
+def _choose_shard_names(names: Sequence[str]) -> list[str]:
+    """Chooses names without dots in the stem, at the first of which the key of WebDataset ends."""
     result: dict[str, str] = {}
     taken: set[str] = set()
     for name in dict.fromkeys(names):
@@ -531,10 +542,10 @@ def _shard_names(names: Sequence[str]) -> list[str]:
 _NAME = re.compile(r"[\w-]+")
 
 
-def shares_of(texts: Sequence[str]) -> dict[str, float]:
-    """Parts and their shares, from texts like `train=0.8`.
+def parse_shares(texts: Sequence[str]) -> dict[str, float]:
+    """Parses parts and their shares from texts like `train=0.8`.
 
-    Raises: ConfigError: not so, or fewer than two parts, or the shares do not make 1.
+    Raises: ConfigError: malformed, fewer than two parts, or the shares do not add up to 1.
     """
     shares: dict[str, float] = {}
     for text in texts:
@@ -560,8 +571,10 @@ def shares_of(texts: Sequence[str]) -> dict[str, float]:
     return shares
 
 
-def folds_of(count: int) -> dict[str, Collection[int]]:
-    """For cross-validation: `fold1_train` and `fold1_val`, ... -> parts, see `write_parts`."""
+def make_folds(count: int) -> dict[str, Collection[int]]:
+    """Returns the parts of cross-validation for `write_parts`: `fold1_train`, `fold1_val`, ... ->
+    parts.
+    """
     folds: dict[str, Collection[int]] = {}
     for fold in range(count):
         folds[f"fold{fold + 1}_train"] = {part for part in range(count) if part != fold}
@@ -569,11 +582,11 @@ def folds_of(count: int) -> dict[str, Collection[int]]:
     return folds
 
 
-def groups_of_one_content(paths: Sequence[str]) -> np.ndarray:
-    """int64 [N]: the same number where files hold the same bytes.
+def group_by_content(paths: Sequence[str]) -> np.ndarray:
+    """Groups files of equal bytes: int64 [N], the same number for equal files.
 
-    Only files of the same length are read, so a set without copies costs one look at each entry.
-    A missing image is a group of its own.
+    Reads only files of equal length, so a set without copies costs one stat call per file.  A
+    missing image is a group of its own.
     """
     same_length: defaultdict[int, list[int]] = defaultdict(list)
     group_N = np.arange(len(paths))
@@ -594,24 +607,24 @@ _STREAM = 7  # of random numbers, beside those of training
 def divide(
     classes: Sequence[np.ndarray], group_N: np.ndarray, shares: Sequence[float], seed: int
 ) -> np.ndarray:
-    """int64 [N]: the part of each image, by the arguments alone.
+    """Divides images into parts: int64 [N], the part of each, a function of the arguments.
 
-    The rarest class is dealt out first, then the rarest of what is left: each of its images to the
-    part that lacks most of it, among equals the one that lacks most images.  As long as a class has
-    no more images left than there are parts without any, they go to those; so the rarest class is
-    in every part if it has an image for each.  Images of one group stay together.
+    Distributes the rarest class first, then the rarest of the remaining ones: each image goes to
+    the part that lacks most of the class; among equals, to the one that lacks most images.  If a
+    class has no more images left than there are parts without it, they go to those parts; so the
+    rarest class is in every part if it has enough images.  Images of a group stay together.
 
     Args:
-        classes: of each image, the classes it shows.
-        group_N: see `groups_of_one_content`.
-        shares: of the parts, each above 0, together 1.
+        classes: the classes of the objects in each image.
+        group_N: see `group_by_content`.
+        shares: of the parts, each above 0, with sum 1.
     Source: Sechidis et al. 2011, "On the stratification of multi-label data", ECML PKDD,
-        algorithm 1; ours are the groups, and that no part goes without a rare class.
+        algorithm 1; we added groups, and that every part gets rare classes.
     """
     share_P = np.asarray(shares, np.float64)
     groups, of_group_N = np.unique(group_N, return_inverse=True)
     weight_G = np.bincount(of_group_N, minlength=len(groups))
-    shown = _classes_of_groups(classes, of_group_N, len(groups))
+    shown = _union_classes(classes, of_group_N, len(groups))
     count = 1 + max((int(labels[-1]) for labels in shown if len(labels)), default=-1)
     order_G = keyed_generator(seed, _STREAM).permutation(len(groups))
     showing: list[list[int]] = [[] for _ in range(count)]
@@ -640,6 +653,7 @@ def divide(
             lacking_P_of_class = lacking_PC[:, rarest]
             if left_C[rarest] <= without_PC[:, rarest].sum():
                 lacking_P_of_class = np.where(without_PC[:, rarest], lacking_P_of_class, -np.inf)
+            # A tolerance, as sums of shares such as 0.8 are not exact.
             most_P = lacking_P_of_class >= lacking_P_of_class.max() - 1e-9
             put(group, int(np.where(most_P, lacking_P, -np.inf).argmax()))
     for group in order_G[part_G[order_G] < 0].tolist():
@@ -647,19 +661,19 @@ def divide(
     return part_G[of_group_N]
 
 
-def _classes_of_groups(
+def _union_classes(
     classes: Sequence[np.ndarray], of_group_N: np.ndarray, groups: int
 ) -> list[np.ndarray]:
-    """The classes that any image of each group shows, each once, sorted."""
-    found: list[set[int]] = [set() for _ in range(groups)]
+    """Returns the classes that the images of each group show, sorted and distinct."""
+    labels_of_group: list[set[int]] = [set() for _ in range(groups)]
     for group, labels in zip(of_group_N.tolist(), classes):
-        found[group].update(labels.tolist())
-    return [np.array(sorted(labels), np.int64) for labels in found]
+        labels_of_group[group].update(labels.tolist())
+    return [np.array(sorted(labels), np.int64) for labels in labels_of_group]
 
 
-def rows_of_parts(dataset: DetectionSet, part_N: np.ndarray, parts: int) -> list[list[str]]:
-    """Table rows: image counts by part, in all and by class."""
-    shown_CP = _shown(dataset, part_N, parts)
+def table_of_parts(dataset: DetectionSet, part_N: np.ndarray, parts: int) -> list[list[str]]:
+    """Makes table rows: image counts by part, in all and by class."""
+    shown_CP = _count_images(dataset, part_N, parts)
     sizes_P = np.bincount(part_N, minlength=parts)
     rows = [["any", *map(str, (len(part_N), *sizes_P))]]
     for name, count_P in zip(dataset.class_names, shown_CP):
@@ -667,18 +681,20 @@ def rows_of_parts(dataset: DetectionSet, part_N: np.ndarray, parts: int) -> list
     return rows
 
 
-def absent_classes(dataset: DetectionSet, part_N: np.ndarray, names: Sequence[str]) -> list[str]:
-    """`CLASS in PART` where only other parts show a class."""
+def find_absent_classes(
+    dataset: DetectionSet, part_N: np.ndarray, names: Sequence[str]
+) -> list[str]:
+    """Lists `CLASS in PART` for classes that only other parts show."""
     return [
         f"{kind} in {part}"
-        for kind, count_P in zip(dataset.class_names, _shown(dataset, part_N, len(names)))
+        for kind, count_P in zip(dataset.class_names, _count_images(dataset, part_N, len(names)))
         for part, count in zip(names, count_P)
         if count_P.any() and not count
     ]
 
 
-def _shown(dataset: DetectionSet, part_N: np.ndarray, parts: int) -> np.ndarray:
-    """int64 [C, parts]: images that show each class; crowds do not count."""
+def _count_images(dataset: DetectionSet, part_N: np.ndarray, parts: int) -> np.ndarray:
+    """Counts the images that show each class, by part: int64 [C, parts]; crowds do not count."""
     shown_CP = np.zeros((len(dataset.class_names), parts), np.int64)
     for record, part in zip(dataset.records, part_N):
         shown_CP[np.unique(record.labels_M[~record.crowd_M]), part] += 1
@@ -689,26 +705,26 @@ def write_parts(
     config: DataConfig,
     dataset: DetectionSet,
     part_N: np.ndarray,
-    wanted: Mapping[str, Collection[int]],
+    parts_of_file: Mapping[str, Collection[int]],
     out: Path | None,
 ) -> list[Path]:
-    """Writes files of one part or several.
+    """Writes the files of one part or several.
 
-    Entries and lines are those of the file that is divided.  COCO: a JSON file with the same
+    Entries and lines are copied from the divided file.  COCO: a JSON file with the same
     categories and everything else outside the lists; VOC and YOLO: a list of images; CSV: the
     lines, with the header; a folder of classes becomes CSV files.
 
     Args:
-        config: its `train` is what is divided.
-        dataset: what was read from there.
-        part_N: of each record, the number of its part.
-        wanted: name -> numbers of the parts that its file holds, in their common order; a file is
-            called like the one divided, `_` and the name.
-        out: the folder; None: that of the file divided (of a folder: data.root).
+        config: its `train` split is divided.
+        dataset: that split.
+        part_N: the number of the part of each record.
+        parts_of_file: name -> numbers of the parts in its file, in their original order; the file
+            has the name of the divided one, followed by `_` and this name.
+        out: the folder; None: that of the divided file (of a folder: data.root).
     Raises: DataError: a file would be empty, the file has other images than the set, or a list
-        could not name its labels; UserError: a file is there already, or cannot be written.
+        could not refer to its labels.  UserError: a file exists, or cannot be written.
     """
-    empty = [name for name, parts in wanted.items() if not np.isin(part_N, [*parts]).any()]
+    empty = [name for name, parts in parts_of_file.items() if not np.isin(part_N, [*parts]).any()]
     if empty:
         raise DataError(
             f"{len(part_N)} images (duplicates stay together) leave none for {', '.join(empty)}",
@@ -725,16 +741,17 @@ def write_parts(
         origin = images if config.format == "folder" else [*sources, images][0]
         folder, stem = out or root, origin.stem if origin.is_file() else origin.name
     suffix = {"coco": ".json", "folder": ".csv", "csv": ".csv"}.get(config.format, ".txt")
-    files = [folder / f"{stem}_{name}{suffix}" for name in wanted]
-    there = [str(file) for file in files if file.exists()]
-    if there:
+    files = [folder / f"{stem}_{name}{suffix}" for name in parts_of_file]
+    existing = [str(file) for file in files if file.exists()]
+    if existing:
         raise UserError(
             "already exists",
             code="file_exists",
-            where=", ".join(there),
+            where=", ".join(existing),
             fix="remove it, or choose --out",
         )
-    texts = _texts(config, dataset, part_N, [*wanted.values()])
+    # All texts before the first file, so that an error leaves none.
+    texts = _split_texts(config, dataset, part_N, [*parts_of_file.values()])
     for file, text in zip(files, texts):
         make_parent(file)
         with writing(file):
@@ -742,30 +759,36 @@ def write_parts(
     return files
 
 
-def _texts(
-    config: DataConfig, dataset: DetectionSet, part_N: np.ndarray, wanted: list[Collection[int]]
+def _split_texts(
+    config: DataConfig,
+    dataset: DetectionSet,
+    part_N: np.ndarray,
+    parts_of_files: list[Collection[int]],
 ) -> list[str]:
     root = Path(config.root)
     sources = [root / name for name in config.train.annotation_files]
     named = ", ".join(map(str, sources)) or str(root / config.train.image_folders[0])
     if config.format == "coco":
         part_of = {record.image_id: int(part) for record, part in zip(dataset.records, part_N)}
-        content = json.loads(read_text(sources[0], quietly))
-        return [_part_of_coco(content, part_of, parts) for parts in wanted]
+        content = json.loads(read_text(sources[0], ignore_issue))
+        return [_select_coco(content, part_of, parts) for parts in parts_of_files]
     if config.format == "folder":
         images = Path(os.path.abspath(root / config.train.image_folders[0]))
         names = [dataset.class_names[int(record.labels_M[0])] for record in dataset.records]
         rows = [[os.path.relpath(r.path, images), name] for r, name in zip(dataset.records, names)]
-        header, lines = "path,label\n", [_csv_line(row) for row in rows]
+        header, lines = "path,label\n", [_format_csv_line(row) for row in rows]
     elif config.format == "csv":
-        header, lines = _csv_lines(sources[0], len(dataset.records))
+        header, lines = _read_csv_lines(sources[0], len(dataset.records))
     elif sources and not sources[0].is_dir():
-        header, lines = "", [line for source in sources for line in read_list(source, quietly)]
+        header, lines = (
+            "",
+            [line for source in sources for line in read_lines(source, ignore_issue)],
+        )
     else:
         header, top = "", os.path.abspath(root)
         lines = [os.path.relpath(record.path, top) for record in dataset.records]
         if config.format == "voc":  # a line is an image and its XML file
-            annotated = read_raw(config, "train", quietly).images
+            annotated = read_raw(config, "train", ignore_issue).images
             files = [os.path.relpath(os.path.abspath(image.where), top) for image in annotated]
             lines = [f"{line} {file}" for line, file in zip(lines, files, strict=True)]
         elif sources:
@@ -778,11 +801,11 @@ def _texts(
             where=named,
             fix="run `ppdist data check` to see what is wrong",
         )
-    texts = [[line for line, of in zip(lines, part_N) if of in parts] for parts in wanted]
+    texts = [[line for line, of in zip(lines, part_N) if of in parts] for parts in parts_of_files]
     return [header + "\n".join(text) + "\n" for text in texts]
 
 
-def _part_of_coco(content: dict[str, Any], part_of: dict[int, int], parts: Collection[int]) -> str:
+def _select_coco(content: dict[str, Any], part_of: dict[int, int], parts: Collection[int]) -> str:
     chosen = {image["id"] for image in content["images"] if part_of.get(image["id"]) in parts}
     images = [image for image in content["images"] if image["id"] in chosen]
     annotations = [entry for entry in content["annotations"] if entry.get("image_id") in chosen]
@@ -790,28 +813,28 @@ def _part_of_coco(content: dict[str, Any], part_of: dict[int, int], parts: Colle
     return json.dumps(changed, ensure_ascii=False)
 
 
-def _csv_line(cells: Sequence[str]) -> str:
+def _format_csv_line(cells: Sequence[str]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="").writerow(cells)
     return text.getvalue()
 
 
-def _csv_lines(table: Path, count: int) -> tuple[str, list[str]]:
-    """Header, if a table has a row more than images, and lines."""
+def _read_csv_lines(table: Path, count: int) -> tuple[str, list[str]]:
+    """Reads the header, if a table has one row more than images, and the lines."""
     rows = [
         row
-        for row in csv.reader(read_text(table, quietly).splitlines())
+        for row in csv.reader(read_text(table, ignore_issue).splitlines())
         if any(map(str.strip, row))
     ]
-    header = f"{_csv_line(rows.pop(0))}\n" if len(rows) == count + 1 else ""
-    return header, [_csv_line(row) for row in rows]
+    header = f"{_format_csv_line(rows.pop(0))}\n" if len(rows) == count + 1 else ""
+    return header, [_format_csv_line(row) for row in rows]
 
 
 def _require_labels_beside_images(config: DataConfig) -> None:
-    """Checks that YOLO's labels lie in `labels` beside `images`.
+    """Checks that the labels of YOLO are in `labels` beside `images`.
 
-    A list finds the labels of `images/a.jpg` in `labels/`, wherever the configuration says they
-    are.
+    The labels of `images/a.jpg` in a list are always searched in `labels/`, whatever the
+    configuration says.
     """
     (images, *_), (labels, *_) = config.train.image_folders, config.train.annotation_files
     *above, last = Path(images).parts
@@ -825,13 +848,13 @@ def _require_labels_beside_images(config: DataConfig) -> None:
         )
 
 
-def settings(
+def data_section(
     config: DataConfig, dataset: DetectionSet, files: Sequence[Path], names: Sequence[str]
 ) -> str:
-    """The `data:` section that uses what `write_parts` wrote, as YAML.
+    """Returns the `data:` section that uses the result of `write_parts`, as YAML.
 
-    The first file trains and the second evaluates.  The names of the classes are written down where
-    each part would else find its own.
+    The first file trains and the second evaluates.  Class names are included if each part would
+    otherwise have its own.
     """
     root = os.path.abspath(config.root)
     data: dict[str, Any] = {"format": "csv" if config.format == "folder" else config.format}
@@ -839,10 +862,10 @@ def settings(
     if config.format != "coco":
         data["class_names"] = list(dataset.class_names)
     for key, file in zip(("train", "val"), files):
-        place = os.path.abspath(file)
-        inside = place.startswith(os.path.join(root, ""))
-        annotations = os.path.relpath(place, root) if inside else place
-        several = len(config.train.image_folders) > 1  # the paths in a list of YOLO say where
+        path = os.path.abspath(file)
+        inside = path.startswith(os.path.join(root, ""))
+        annotations = os.path.relpath(path, root) if inside else path
+        several = len(config.train.image_folders) > 1  # paths in a list of YOLO include the folder
         images = "." if several else config.train.image_folders[0]
         data[key] = {"images": images, "annotations": annotations}
     text = yaml.safe_dump(

@@ -1,8 +1,8 @@
-"""Classified images: a folder a class, or a CSV file.
+"""Classified images: a folder for each class, or a CSV file.
 
-A classified image is an image with one object, all of it, so the contract is that of detection:
-`labels_M` holds its one class.  No image is opened here (ImageNet has 1.28 million): width, height
-and the box are 0, "not known", and everything that images of a class have in common is one object.
+A classified image is an image with one object that covers it, so it has the types of detection:
+`labels_M` is its one class.  No image is opened here (ImageNet has 1.28 million): width, height and
+the box are 0, "unknown", and images of a class share their arrays.
 """
 
 import csv
@@ -16,11 +16,11 @@ import numpy as np
 from ppdist.common.addresses import absolute
 from ppdist.common.errors import DataError
 from ppdist.data.datasets.annotations import (
-    class_names,
+    abbreviate,
     files_below,
-    inside_folder,
-    is_no_data,
-    listed,
+    find_class_names,
+    is_ignored,
+    join_inside,
     read_text,
 )
 from ppdist.data.image import is_image_name
@@ -35,47 +35,48 @@ _SEPARATORS = ((";", "semicolon"), ("\t", "tab"))
 def read_folder(
     root: Path, images: Path, names: tuple[str, ...], *, naming_folder: Path | None = None
 ) -> DetectionSet:
-    """Records of all images in the folders of a folder.
+    """Reads all images in the class folders of a folder.
 
-    The folder an image is in is its class.  Classes and images are in the order of their names.
-    Files without an image suffix are left out, and a note counts them; hidden ones, and
-    what macOS adds to archives (`__MACOSX`), are left out without a word.  Links to folders are
-    followed.
+    The folder of an image is its class.  Classes and images are in the order of their names.  Files
+    without an image suffix are left out and counted in a note; hidden files, and those that macOS
+    adds to archives (`__MACOSX`), are ignored.  Follows links to folders.
 
     Args:
-        root: searched for files of class names, see `class_names`.
+        root: searched for files of class names, see `find_class_names`.
         images: holds one folder per class, in which images may lie at any depth.
-        names: of the classes, by number; none: see `class_names`, else the folders in
+        names: of the classes, by number; none: see `find_class_names`, else the folders in
             `naming_folder` (the training split; by default `images`).
-    Raises: DataError: there is no folder of a class, or one that no class is called.
+    Raises: DataError: there is no class folder, or one without a class of its name.
     """
-    folders = _class_folders(images)
-    known = class_names(root, names)
-    if not known:
+    folders = _list_class_folders(images)
+    class_names = find_class_names(root, names)
+    if not class_names:
         naming = naming_folder or images
-        known = tuple(folders if naming == images else _class_folders(naming))
-    strange = [name for name in folders if name not in set(known)]
+        class_names = tuple(folders if naming == images else _list_class_folders(naming))
+    strange = [name for name in folders if name not in set(class_names)]
     if strange:
         raise DataError(
-            f"{len(strange)} folders are not classes, first {listed(strange, _SHOWN)}; "
-            f"the {len(known)} classes are {listed(known, _SHOWN)}",
+            f"{len(strange)} folders are not classes, first {abbreviate(strange, _SHOWN)}; "
+            f"the {len(class_names)} classes are {abbreviate(class_names, _SHOWN)}",
             code="class_unknown",
             where=str(images),
         )
-    label_of = {name: label for label, name in enumerate(known)}
-    others: Counter[str] = Counter()
-    found: list[tuple[str, int]] = []
+    label_of = {name: label for label, name in enumerate(class_names)}
+    ignored_kinds: Counter[str] = Counter()
+    labelled_images: list[tuple[str, int]] = []
     for name in folders:
-        files = _images_below(images / name, others)
-        found += [(file, label_of[name]) for file in files]
+        files = _iterate_images(images / name, ignored_kinds)
+        labelled_images += [(file, label_of[name]) for file in files]
     notes: tuple[str, ...] = ()
-    if others:
-        kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(_SHOWN))
-        notes = (f"{images}: {others.total()} files are not images and left out ({kinds})",)
-    return classified_set(found, known, images, notes)
+    if ignored_kinds:
+        kinds = ", ".join(
+            f"{count} {suffix}" for suffix, count in ignored_kinds.most_common(_SHOWN)
+        )
+        notes = (f"{images}: {ignored_kinds.total()} files are not images and left out ({kinds})",)
+    return build_classified_set(labelled_images, class_names, images, notes)
 
 
-def _class_folders(images: Path) -> list[str]:
+def _list_class_folders(images: Path) -> list[str]:
     if not images.is_dir():
         raise DataError(
             f"{images} is not a folder",
@@ -83,7 +84,7 @@ def _class_folders(images: Path) -> list[str]:
             fix="it should hold one folder of images per class",
         )
     with os.scandir(images) as entries:
-        folders = sorted(e.name for e in entries if e.is_dir() and not is_no_data(e.name))
+        folders = sorted(e.name for e in entries if e.is_dir() and not is_ignored(e.name))
     if not folders:
         raise DataError(
             f"contains no folders; expected one per class, such as {images / 'cat' / '1.jpg'}",
@@ -93,13 +94,13 @@ def _class_folders(images: Path) -> list[str]:
     return folders
 
 
-def _images_below(folder: Path, others: Counter[str]) -> Iterator[str]:
-    """The images among `files_below`; the others are counted by their suffix."""
+def _iterate_images(folder: Path, ignored_kinds: Counter[str]) -> Iterator[str]:
+    """Yields the images among `files_below`; counts the other files by suffix."""
     for file in files_below(folder):
         if is_image_name(os.path.basename(file)):
             yield file
         else:
-            others[os.path.splitext(file)[1].lower() or "without suffix"] += 1
+            ignored_kinds[os.path.splitext(file)[1].lower() or "without suffix"] += 1
 
 
 def read_csv(
@@ -110,54 +111,55 @@ def read_csv(
     *,
     naming_table: Path | None = None,
 ) -> DetectionSet:
-    """Records of the lines `path,label` of a table, in its order.
+    """Reads the lines `path,label` of a table, in its order.
 
-    A first line that has the words `path` and `label` is a header, and other columns may stand
-    beside them; without one, lines have exactly these two.  A label is the name of a class or,
-    where no class is called so, its number.
+    A first line with the words `path` and `label` is a header and may name further columns; without
+    one, lines have exactly these two.  A label is the name of a class or, if no class has that
+    name, its number.
 
     Args:
-        root: searched for files of class names, see `class_names`.
+        root: searched for files of class names, see `find_class_names`.
         images: the folder that paths are relative to.
         table: the CSV file, UTF-8, commas, quotes where needed.
-        names: of the classes, by number; none: see `class_names`, else those of
+        names: of the classes, by number; none: see `find_class_names`, else those of
             `naming_table` (the training split; by default `table`): its sorted labels, or where
             all are numbers, 0 to the largest.
     Raises: DataError: a malformed line, or its label is not a class.
     """
-    rows = _rows(table)
-    known = class_names(root, names)
-    if not known:
+    rows = _read_rows(table)
+    class_names = find_class_names(root, names)
+    if not class_names:
         naming = naming_table or table
-        naming_rows = rows if naming == table else _rows(naming)
-        known = _names_in([label for _, _, label in naming_rows], naming)
-    label_of = {name: label for label, name in enumerate(known)}
-    found = []
+        naming_rows = rows if naming == table else _read_rows(naming)
+        class_names = _names_from_labels([label for _, _, label in naming_rows], naming)
+    label_of = {name: label for label, name in enumerate(class_names)}
+    labelled_images = []
     for line, name, text in rows:
         where = f"{table}:{line}"
         label = label_of.get(text, int(text) if text.isdecimal() else -1)
-        if not 0 <= label < len(known):
+        if not 0 <= label < len(class_names):
             hint = " (numbers start at 0)" if text.isdecimal() else ""
             raise DataError(
-                f"label {text!r} is not a class; expected a name ({listed(known, _SHOWN)}) or a "
-                f"number from 0 to {len(known) - 1}{hint}",
+                f"label {text!r} is not a class; expected a name "
+                f"({abbreviate(class_names, _SHOWN)}) "
+                f"or a number from 0 to {len(class_names) - 1}{hint}",
                 code="class_unknown",
                 where=where,
             )
-        found.append((str(inside_folder(images, name, where)), label))
-    return classified_set(found, known, table)
+        labelled_images.append((str(join_inside(images, name, where)), label))
+    return build_classified_set(labelled_images, class_names, table)
 
 
-def _rows(table: Path) -> list[tuple[int, str, str]]:
-    """Line number, path and label of each non-empty line but the header."""
-    lines = _cells(table)
+def _read_rows(table: Path) -> list[tuple[int, str, str]]:
+    """Reads line number, path and label of each non-empty line but the header."""
+    lines = _read_cells(table)
     path_column, label_column, columns = 0, 1, 2
     lowered = [cell.lower() for cell in lines[0][1]] if lines else []
     if set(_HEADER) <= set(lowered):
         path_column, label_column = map(lowered.index, _HEADER)
         columns = len(lowered)
         lines = lines[1:]
-    elif _is_strange_header(lines):
+    elif _is_header(lines):
         number, cells = lines[0]
         raise DataError(
             f"{','.join(cells)[:80]!r}: a header without the columns `path` and `label`",
@@ -168,9 +170,9 @@ def _rows(table: Path) -> list[tuple[int, str, str]]:
     for number, cells in lines:
         if len(cells) != columns or not cells[path_column] or not cells[label_column]:
             expected = "`path,label`" if columns == 2 else f"{columns} columns, as the header has"
-            found = next((name for mark, name in _SEPARATORS if mark in cells[0]), None)
-            if found and len(cells) == 1:
-                expected += f" with a comma between, found a {found}"
+            separator = next((name for mark, name in _SEPARATORS if mark in cells[0]), None)
+            if separator and len(cells) == 1:
+                expected += f" with a comma between, found a {separator}"
             raise DataError(
                 f"{','.join(cells)[:80]!r}: expected {expected}",
                 code="bad_csv_line",
@@ -179,13 +181,15 @@ def _rows(table: Path) -> list[tuple[int, str, str]]:
     return [(number, cells[path_column], cells[label_column]) for number, cells in lines]
 
 
-def _is_strange_header(lines: Sequence[tuple[int, list[str]]]) -> bool:
-    """Whether the first line alone names no image."""
-    found = [any(is_image_name(os.path.basename(cell)) for cell in cells) for _, cells in lines[:2]]
-    return found == [False, True] and len(lines[0][1]) > 1
+def _is_header(lines: Sequence[tuple[int, list[str]]]) -> bool:
+    """Returns True if the second line names an image, but the first does not."""
+    names_image = [
+        any(is_image_name(os.path.basename(cell)) for cell in cells) for _, cells in lines[:2]
+    ]
+    return names_image == [False, True] and len(lines[0][1]) > 1
 
 
-def _cells(table: Path) -> list[tuple[int, list[str]]]:
+def _read_cells(table: Path) -> list[tuple[int, list[str]]]:
     reader = csv.reader(read_text(table).splitlines(), skipinitialspace=True)
     try:
         lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
@@ -196,7 +200,7 @@ def _cells(table: Path) -> list[tuple[int, list[str]]]:
     return [(number, cells) for number, cells in lines if any(cells)]
 
 
-def _names_in(labels: Sequence[str], table: Path) -> tuple[str, ...]:
+def _names_from_labels(labels: Sequence[str], table: Path) -> tuple[str, ...]:
     used = set(labels)
     if not used or not all(label.isdecimal() for label in used):
         return tuple(sorted(used))
@@ -211,16 +215,17 @@ def _names_in(labels: Sequence[str], table: Path) -> tuple[str, ...]:
     return tuple(map(str, range(largest + 1)))
 
 
-def classified_set(
-    found: Sequence[tuple[str, int]],
+def build_classified_set(
+    labelled_images: Sequence[tuple[str, int]],
     names: tuple[str, ...],
     source: str | Path,
     notes: tuple[str, ...] = (),
 ) -> DetectionSet:
-    """Set of these images.
+    """Builds the set of classified images.
 
-    Args: found: (absolute path, label) of each image.
+    Args: labelled_images: (absolute path, label) of each image.
     """
+    # Shared by all images: a million would otherwise need millions of small arrays.
     box_14, area_1 = np.zeros((1, 4), np.float32), np.zeros(1, np.float32)
     crowd_1 = np.zeros(1, bool)
     label_1 = [np.array([label], np.int64) for label in range(len(names))]
@@ -235,6 +240,6 @@ def classified_set(
             crowd_M=crowd_1,
             area_M=area_1,
         )
-        for position, (path, label) in enumerate(found, start=1)
+        for position, (path, label) in enumerate(labelled_images, start=1)
     )
     return DetectionSet(records, names, tuple(range(len(names))), str(source), notes)

@@ -1,10 +1,10 @@
 """Annotations of labelme, CVAT, VisDrone, KITTI and BDD100K, for `data convert` alone.
 
-    folder -> tool_of -> read_foreign -> RawSet of each split
+    folder -> detect_tool -> read_foreign -> RawSet of each split
 
 Boxes, polygons, circles, ellipses and masks become boxes, and polygons outlines; points and lines
-have none.  The split of an image is what its subset (CVAT), folder (labelme, VisDrone, KITTI) or
-file (BDD100K) is called.
+have no box.  The split of an image is the name of its subset (CVAT), folder (labelme, VisDrone,
+KITTI) or file (BDD100K).
 """
 
 import json
@@ -21,22 +21,23 @@ import numpy as np
 from ppdist.common.errors import DataError
 from ppdist.data.datasets.annotations import (
     Malformed,
-    extent_of,
     files_below,
     find_image,
     folders_below,
-    own_size,
+    guess_split,
+    outline_extent,
+    read_size,
     read_text,
-    size_of,
+    resolve_size,
 )
-from ppdist.data.datasets.coco import whole_number
-from ppdist.data.datasets.layout import foreign_kind, split_of
+from ppdist.data.datasets.coco import parse_int64
+from ppdist.data.datasets.layout import detect_foreign_tool
 from ppdist.data.datasets.plausibility import check_boxes
 from ppdist.data.types import Box, Complain, Issue, RawColumns, RawImage, RawObject, RawSet
 
 _NOT_OF_TOOL = (Malformed, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _IGNORED = "__ignore__"
-_NO_CLASS = (_IGNORED, "_background_")  # of labelme's label lists
+_NO_CLASS = (_IGNORED, "_background_")  # names in labelme's label lists that are no classes
 _IMAGES_OF = {"annotations": "images", "labels": "images", "label_2": "image_2"}  # folders
 _IMAGE_SUFFIXES = (".jpg", ".png", ".jpeg")
 # github.com/VisDrone/VisDrone2018-DET-toolkit: 0 are ignored regions, 11 is no class of its own.
@@ -47,9 +48,9 @@ _VISDRONE = {
 
 
 class _Shape(NamedTuple):
-    """A shape in a tool's file.
+    """A shape in the file of a tool.
 
-    box: None: it has none.  group: of shapes of one object; None: it is one alone.
+    box: None: it has none.  group: shared by the shapes of one object; None: it is an object alone.
     """
 
     name: str
@@ -59,10 +60,10 @@ class _Shape(NamedTuple):
     group: Any = None
 
 
-class _Annotated(NamedTuple):
-    """An image as a tool annotates it.
+class _AnnotatedImage(NamedTuple):
+    """An image as annotated by a tool.
 
-    path: None: outside the folder, and an issue says so.
+    path: None: outside the folder, which an issue reports.
     sides: width and height in pixels as annotated; None: not annotated.
     """
 
@@ -73,95 +74,107 @@ class _Annotated(NamedTuple):
     where: str
 
 
-def tool_of(folder: Path) -> str:
-    """Returns the tool or public data set whose annotations a folder holds; "": none of these."""
-    return next((tool for _, tool in _files_of_tools(folder)), "")
+def detect_tool(folder: Path) -> str:
+    """Detects the tool or public data set whose annotations a folder contains; "": none of
+    these.
+    """
+    return next((tool for _, tool in _find_tool_files(folder)), "")
 
 
 def read_foreign(folder: Path, complain: Complain) -> dict[str, RawSet]:
-    """Splits of a folder that `tool_of` knows; by default everything is train.
+    """Reads the splits of a folder that `detect_tool` recognises; by default all is train.
 
-    Raises: DataError: it has no object, or as `check_boxes`.
+    Raises: DataError: there is no object, or as `check_boxes`.
     """
     names: dict[str, None] = {}
-    found: list[_Annotated] = []
-    for file, tool in _files_of_tools(folder):
+    annotated_images: list[_AnnotatedImage] = []
+    for file, tool in _find_tool_files(folder):
         try:
-            found += _READERS[tool](file, folder, names, complain)
+            annotated_images += _READERS[tool](file, folder, names, complain)
         except _NOT_OF_TOOL as error:
-            what = f"not an annotation of {tool}: {error}"
-            complain(Issue("annotation_unreadable", what, where=str(file)))
-    used = {shape.name for each in found for shape in each.shapes}
-    known = tuple(names) or tuple(sorted(used - {*_NO_CLASS}))
-    if not used.intersection(known):
+            message = f"not an annotation of {tool}: {error}"
+            complain(Issue("annotation_unreadable", message, where=str(file)))
+    used = {shape.name for annotated in annotated_images for shape in annotated.shapes}
+    class_names = tuple(names) or tuple(sorted(used - {*_NO_CLASS}))
+    if not used.intersection(class_names):
         raise DataError("no image has an object", code="objects_missing", where=str(folder))
-    splits = [split_of(each.subset) for each in found]
+    splits = [guess_split(annotated.subset) for annotated in annotated_images]
     images: defaultdict[str, list[RawImage]] = defaultdict(list)
-    for each, split in zip(found, splits):
-        if each.path is not None:
+    for annotated, split in zip(annotated_images, splits):
+        if annotated.path is not None:
             name = split if all(splits) else "train"
-            images[name].append(_image(each, len(images[name]) + 1, known, complain))
-    ids = tuple(range(1, len(known) + 1))
-    splits_read = {n: RawSet(of_split, known, ids, str(folder)) for n, of_split in images.items()}
+            images[name].append(
+                _make_image(annotated, len(images[name]) + 1, class_names, complain)
+            )
+    ids = tuple(range(1, len(class_names) + 1))
+    splits_read = {
+        n: RawSet(images_of_split, class_names, ids, str(folder))
+        for n, images_of_split in images.items()
+    }
     for raw in splits_read.values():
         check_boxes(RawColumns.of(raw, masks=False), "")
     return splits_read
 
 
-def _files_of_tools(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Annotation files below a folder, each with its tool."""
+def _find_tool_files(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yields the annotation files below a folder, each with its tool."""
     empty, of_lines = list[Path](), ""
     for file in map(Path, files_below(folder)):
-        tool, _ = foreign_kind(file)
+        tool, _ = detect_foreign_tool(file)
         if tool in _READERS:
             yield file, tool
             of_lines = tool if file.suffix.lower() == ".txt" else of_lines
         elif file.suffix.lower() == ".txt" and not file.stat().st_size:
             empty.append(file)
-    if of_lines:  # they are of images without objects
+    if of_lines:  # empty files are those of images without objects
         yield from ((file, of_lines) for file in empty)
 
 
-def _image(each: _Annotated, number: int, known: Sequence[str], complain: Complain) -> RawImage:
-    assert each.path is not None
-    if each.sides is None:
-        size = own_size(each.path)
+def _make_image(
+    source: _AnnotatedImage, number: int, class_names: Sequence[str], complain: Complain
+) -> RawImage:
+    assert source.path is not None
+    if source.sides is None:
+        size = read_size(source.path)
     else:
-        annotated = "width {!r:.20}, height {!r:.20}".format(*each.sides)
-        width, height = map(whole_number, each.sides)
-        size = size_of(each.path, width, height, annotated, each.where, complain)
+        annotated = "width {!r:.20}, height {!r:.20}".format(*source.sides)
+        width, height = map(parse_int64, source.sides)
+        size = resolve_size(source.path, width, height, annotated, source.where, complain)
     objects: dict[Any, RawObject] = {}
-    for place, shape in enumerate(each.shapes):
+    for place, shape in enumerate(source.shapes):
         if shape.name in _NO_CLASS:
             continue
         problem = "has no box: a point, a line or a malformed shape" if shape.box is None else ""
-        if problem or shape.name not in known:
-            what = problem or f"class {shape.name!r} is not one of {', '.join(known)}"
+        if problem or shape.name not in class_names:
+            message = problem or f"class {shape.name!r} is not one of {', '.join(class_names)}"
             code = "shape_unread" if problem else "class_unknown"
-            complain(Issue(code, what, str(each.path), shape.where))
+            complain(Issue(code, message, str(source.path), shape.where))
             continue
         assert shape.box is not None
         key = place if shape.group is None else (shape.name, shape.group)
-        before = objects.get(key)
-        thing = RawObject(shape.box, known.index(shape.name), shape.where, polygons=shape.outlines)
-        objects[key] = thing if before is None else _joined(before, thing)
-    things = [*objects.values()]
-    lost = len(each.shapes) if each.shapes and not things else 0  # it is not background
+        previous = objects.get(key)
+        annotation = RawObject(
+            shape.box, class_names.index(shape.name), shape.where, polygons=shape.outlines
+        )
+        objects[key] = annotation if previous is None else _merge_objects(previous, annotation)
+    annotations = [*objects.values()]
+    # An image whose shapes cannot be used is not background.
+    lost = len(source.shapes) if source.shapes and not annotations else 0
     return RawImage(
-        each.path, number, size.width, size.height, things, each.where,
-        size_known=size.known, lost=lost,
+        source.path, number, size.width, size.height, annotations, source.where,
+        size_known=size.is_known, lost=lost,
     )  # fmt: skip
 
 
-def _joined(one: RawObject, other: RawObject) -> RawObject:
-    (x1, y1, x2, y2), (left, top, right, bottom) = one.box, other.box
+def _merge_objects(first: RawObject, second: RawObject) -> RawObject:
+    (x1, y1, x2, y2), (left, top, right, bottom) = first.box, second.box
     box = min(x1, left), min(y1, top), max(x2, right), max(y2, bottom)
-    return RawObject(box, one.label, one.where, polygons=one.polygons + other.polygons)
+    return RawObject(box, first.label, first.where, polygons=first.polygons + second.polygons)
 
 
-def _of_labelme(
+def _read_labelme(
     file: Path, folder: Path, names: dict[str, None], complain: Complain
-) -> Iterator[_Annotated]:
+) -> Iterator[_AnnotatedImage]:
     """Yields the image of a labelme file.
 
     Raises: Malformed, ValueError, KeyError, TypeError: the file is of another kind.
@@ -183,23 +196,24 @@ def _of_labelme(
             radius = math.dist((x, y), edge)
             box = x - radius, y - radius, x + radius, y + radius
         elif kind == "polygon":
-            box = extent_of([points_K2.reshape(-1).tolist()])
+            box = outline_extent([points_K2.reshape(-1).tolist()])
         polygons = (points_K2,) if box and kind == "polygon" else ()
         where = f"{file}: shape {number}"
         shapes.append(_Shape(str(shape["label"]), box, polygons, where, shape.get("group_id")))
     sides = content.get("imageWidth"), content.get("imageHeight")
-    yield _Annotated(path, sides, file.parent.name, shapes, str(file))
+    yield _AnnotatedImage(path, sides, file.parent.name, shapes, str(file))
 
 
-def _of_cvat(
+def _read_cvat(
     file: Path, folder: Path, names: dict[str, None], complain: Complain
-) -> Iterator[_Annotated]:
-    """Images of "CVAT for images 1.1".
+) -> Iterator[_AnnotatedImage]:
+    """Yields the images of a file in the format "CVAT for images 1.1".
 
     Args: names: gets the classes that its task declares.
     Raises: Malformed, ValueError, KeyError, TypeError: the file is of another kind.
     """
     text = read_text(file, complain)
+    # A few entities can expand to gigabytes.
     if "<!ENTITY" in text:
         raise ValueError("it defines XML entities")
     try:
@@ -212,19 +226,23 @@ def _of_cvat(
         where = f"{file}: image {image.get('name')!r}"
         name, subset = image.attrib["name"], image.get("subset") or ""
         images = file.parent / "images"
-        places = [each for each in (images / subset, images) if (each / name).is_file()]
+        places = [
+            candidate for candidate in (images / subset, images) if (candidate / name).is_file()
+        ]
         path = find_image([*places, folder][0], name, where, complain)
         shapes = [
-            _Shape(shape.attrib["label"], *_cvat_box(shape), f"{where}: {shape.tag} {number}")
+            _Shape(
+                shape.attrib["label"], *_parse_cvat_shape(shape), f"{where}: {shape.tag} {number}"
+            )
             for number, shape in enumerate(image, start=1)
-            if shape.tag != "tag"  # of the whole image
+            if shape.tag != "tag"  # it describes the whole image
         ]
         sides = int(image.get("width") or 0), int(image.get("height") or 0)
-        yield _Annotated(path, sides, subset, shapes, where)
+        yield _AnnotatedImage(path, sides, subset, shapes, where)
 
 
-def _cvat_box(shape: ElementTree.Element) -> tuple[Box | None, tuple[np.ndarray, ...]]:
-    """Box and outlines; a turned box is what its corners fill."""
+def _parse_cvat_shape(shape: ElementTree.Element) -> tuple[Box | None, tuple[np.ndarray, ...]]:
+    """Parses box and outlines of a shape; a rotated box becomes the box around its corners."""
 
     def numbers(*keys: str) -> list[float]:
         return [float(shape.attrib[key]) for key in keys]
@@ -232,7 +250,7 @@ def _cvat_box(shape: ElementTree.Element) -> tuple[Box | None, tuple[np.ndarray,
     if shape.tag == "polygon":
         pairs = [point.split(",") for point in shape.attrib["points"].split(";")]
         outline = [float(value) for pair in pairs for value in pair]
-        box = extent_of([outline])
+        box = outline_extent([outline])
         return box, (np.array(outline).reshape(-1, 2),) if box else ()
     if shape.tag == "mask":
         left, top, width, height = numbers("left", "top", "width", "height")
@@ -253,9 +271,9 @@ def _cvat_box(shape: ElementTree.Element) -> tuple[Box | None, tuple[np.ndarray,
     return (x - half_x, y - half_y, x + half_x, y + half_y), ()
 
 
-def _of_visdrone(
+def _read_visdrone(
     file: Path, folder: Path, names: dict[str, None], complain: Complain
-) -> Iterator[_Annotated]:
+) -> Iterator[_AnnotatedImage]:
     """Yields the image of a file of VisDrone-DET.
 
     A line is left,top,width,height,score,class,truncation,occlusion.
@@ -264,16 +282,16 @@ def _of_visdrone(
     """
     names |= dict.fromkeys(name for name in _VISDRONE.values() if name != _IGNORED)
     shapes = []
-    for where, line in _lines(file, complain):
+    for where, line in _read_lines(file, complain):
         left, top, width, height, _, label, *_ = map(int, line.rstrip(",").split(","))
         box = float(left), float(top), float(left + width), float(top + height)
         shapes.append(_Shape(_VISDRONE[label], box, (), where))
-    yield _annotated_beside(file, folder, shapes, complain)
+    yield _find_image_beside(file, folder, shapes, complain)
 
 
-def _of_kitti(
+def _read_kitti(
     file: Path, folder: Path, names: dict[str, None], complain: Complain
-) -> Iterator[_Annotated]:
+) -> Iterator[_AnnotatedImage]:
     """Yields the image of a KITTI file.
 
     A line is a class, three numbers, x1 y1 x2 y2, and a box in three dimensions.
@@ -281,36 +299,36 @@ def _of_kitti(
     Raises: ValueError: the file is of another kind.
     """
     shapes = []
-    for where, line in _lines(file, complain):
+    for where, line in _read_lines(file, complain):
         name, _, _, _, *numbers = line.split()
         x1, y1, x2, y2 = map(float, numbers[:4])
         name = _IGNORED if name == "DontCare" else name
         shapes.append(_Shape(name, (x1, y1, x2, y2), (), where))
-    yield _annotated_beside(file, folder, shapes, complain)
+    yield _find_image_beside(file, folder, shapes, complain)
 
 
-def _lines(file: Path, complain: Complain) -> Iterator[tuple[str, str]]:
+def _read_lines(file: Path, complain: Complain) -> Iterator[tuple[str, str]]:
     """Yields the place, `file:line`, and the text of each line that is not empty."""
     for number, line in enumerate(read_text(file, complain).splitlines(), start=1):
         if line.strip():
             yield f"{file}:{number}", line.strip()
 
 
-def _annotated_beside(
+def _find_image_beside(
     file: Path, folder: Path, shapes: Sequence[_Shape], complain: Complain
-) -> _Annotated:
-    """Finds the image of a text file: annotations/train/a.txt is of images/train/a.jpg."""
+) -> _AnnotatedImage:
+    """Finds the image of a text file: annotations/train/a.txt belongs to images/train/a.jpg."""
     inside = Path(os.path.relpath(file.parent, folder))
     place = folder.joinpath(*(_IMAGES_OF.get(part, part) for part in inside.parts))
     names = [f"{file.stem}{suffix}" for suffix in _IMAGE_SUFFIXES]
     name = next((name for name in names if (place / name).is_file()), names[0])
     path = find_image(place, name, str(file), complain)
-    return _Annotated(path, None, str(inside), shapes, str(file))
+    return _AnnotatedImage(path, None, str(inside), shapes, str(file))
 
 
-def _of_bdd100k(
+def _read_bdd100k(
     file: Path, folder: Path, names: dict[str, None], complain: Complain
-) -> Iterator[_Annotated]:
+) -> Iterator[_AnnotatedImage]:
     """Yields the images of a file of BDD100K (Scalabel).
 
     Lanes and areas have no box and are left out.
@@ -319,9 +337,9 @@ def _of_bdd100k(
     """
     content = json.loads(read_text(file, complain))
     frames = content if isinstance(content, list) else content["frames"]
-    split = split_of(file.stem)
-    holding = [place for place in folders_below(folder) if _holds(place, frames[0]["name"])]
-    of_split = [place for place in holding if split_of(os.path.relpath(place, folder)) == split]
+    split = guess_split(file.stem)
+    holding = [place for place in folders_below(folder) if _has_file(place, frames[0]["name"])]
+    of_split = [place for place in holding if guess_split(os.path.relpath(place, folder)) == split]
     place = Path([*of_split, *holding, str(folder)][0])
     for frame in frames:
         where = f"{file}: image {frame['name']!r}"
@@ -332,17 +350,17 @@ def _of_bdd100k(
                 shape_where = f"{where}: label {number}"
                 shapes.append(_Shape(str(label["category"]), (x1, y1, x2, y2), (), shape_where))
         path = find_image(place, frame["name"], where, complain)
-        yield _Annotated(path, None, split, shapes, where)
+        yield _AnnotatedImage(path, None, split, shapes, where)
 
 
-def _holds(place: str, name: str) -> bool:
+def _has_file(place: str, name: str) -> bool:
     return os.path.isfile(os.path.join(place, name))
 
 
-_READERS: dict[str, Callable[..., Iterator[_Annotated]]] = {
-    "labelme": _of_labelme,
-    "CVAT": _of_cvat,
-    "VisDrone": _of_visdrone,
-    "KITTI": _of_kitti,
-    "BDD100K": _of_bdd100k,
+_READERS: dict[str, Callable[..., Iterator[_AnnotatedImage]]] = {
+    "labelme": _read_labelme,
+    "CVAT": _read_cvat,
+    "VisDrone": _read_visdrone,
+    "KITTI": _read_kitti,
+    "BDD100K": _read_bdd100k,
 }

@@ -11,67 +11,70 @@ import numpy as np
 from ppdist.common.errors import DataError
 from ppdist.data.types import RawColumns
 
-_FEWEST_ALIKE = 3  # boxes that show a rule
-_LOOKED_AT = 1 << 18  # boxes, evenly spread: more show no other rule
-_FAR = 2.0  # images: an object that sticks out ends within
+_MIN_EXAMPLES = 3  # boxes that make a rule credible
+_MAX_SAMPLED = 1 << 18  # boxes, evenly spread over the set: enough to see a rule
+_FAR = 2.0  # image sizes: an object that sticks out ends before that
 _FRACTION_SIDE = 32  # pixels: in smaller images a true box may lie in the first pixel
-_BORDER = 0.02  # of an image, beside a pixel: tools round
+_BORDER = 0.02  # of an image, and one pixel: tolerance for rounding tools
 _NEARLY_ALL = 0.98  # of the boxes
 
 
 class _Misreading(NamedTuple):
-    """A mistake in the order of a format's four numbers.
+    """A mistake in the order of the four numbers of a box.
 
     reread: boxes [P, 4], xyxy, as read -> as they were meant.
-    shows: boxes and sides of their images [P, 4] -> which are no boxes as read, and unlikely to be
-        so for another reason; None: all that do not fit.
-    names: of the four numbers, as the format has them and as they were meant.
+    shows: boxes and sides of their images [P, 4] -> which boxes are invalid as read, and hardly for
+        another reason; None: those that do not fit their images.
+    names: of the four numbers, in the format and as they were meant.
     fix: how to write them.
-    fewest, share: more boxes than this must show it, and more than this part of all.
+    fewest, share: a set has the mistake if more boxes than this, and a larger share, show it.
     """
 
     reread: Callable[[np.ndarray], np.ndarray]
     shows: Callable[[np.ndarray, np.ndarray], np.ndarray] | None
     names: tuple[str, str]
     fix: str
-    fewest: int = _FEWEST_ALIKE - 1
+    fewest: int = _MIN_EXAMPLES - 1
     share: float = 0.5
 
 
-def _corners_in_coco(boxes_P4: np.ndarray) -> np.ndarray:
+def _corners_as_coco(boxes_P4: np.ndarray) -> np.ndarray:
     return np.concatenate([boxes_P4[:, :2], boxes_P4[:, 2:] - boxes_P4[:, :2]], axis=1)
 
 
-def _corners_in_yolo(boxes_P4: np.ndarray) -> np.ndarray:
+def _corners_as_yolo(boxes_P4: np.ndarray) -> np.ndarray:
     low_P2, high_P2 = boxes_P4[:, :2], boxes_P4[:, 2:]
     return np.concatenate([(low_P2 + high_P2) / 2, high_P2 - low_P2], axis=1)
 
 
-def _first_corner_in_yolo(boxes_P4: np.ndarray) -> np.ndarray:
+def _first_corner_as_yolo(boxes_P4: np.ndarray) -> np.ndarray:
     half_P2 = (boxes_P4[:, 2:] - boxes_P4[:, :2]) / 2
     return boxes_P4 + np.concatenate([half_P2, half_P2], axis=1)
 
 
-def _sides_in_voc(boxes_P4: np.ndarray) -> np.ndarray:
+def _sides_as_voc(boxes_P4: np.ndarray) -> np.ndarray:
     return np.concatenate([boxes_P4[:, :2], boxes_P4[:, 2:] + boxes_P4[:, :2]], axis=1)
 
 
-def _past_first_borders(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray:
-    """Which boxes leave their image on the left or at the top, if none does elsewhere: [P] bool.
+def _leave_at_top_left(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray:
+    """Finds boxes beyond the left or the top of their image, if none is beyond another side: [P]
+    bool.
 
-    First corners instead of centres look like this: each box is half its size too far up and left.
-    Objects that stick out do so on all sides.
+    First corners instead of centres look like this: each box is off by half its size, up and left.
+    Objects that really stick out do so on all sides.
     """
     first_P = (boxes_P4[:, :2] < -1).any(axis=1)
     last_P = (boxes_P4[:, 2:] > sides_P4[:, 2:] + 1).any(axis=1)
     return np.asarray(first_P & ~last_P.any())
 
 
-def _swapped_past_middle(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray:
-    """Which boxes end before they begin, and begin in their image's second half: [P] bool.
+def _end_before_begin(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray:
+    """Finds boxes that end before they begin, and begin in the second half of their image: [P]
+    bool.
 
-    Sides instead of corners look like this.  So do corners in another order; but those, added up,
-    rarely end in the image.  In the first half both would, and equal corners mean no side at all.
+    Sides instead of corners look like this.  So do corners in another order, but their sums rarely
+    lie in the image.  In the first half the sums of both would, and equal corners mean a box
+    without area.
     """
     first_P2 = boxes_P4[:, :2]
     past_P2 = (boxes_P4[:, 2:] < first_P2) & (2 * first_P2 > sides_P4[:, :2])
@@ -81,7 +84,7 @@ def _swapped_past_middle(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarr
 _MISREADINGS = {
     "coco": (
         _Misreading(
-            _corners_in_coco,
+            _corners_as_coco,
             None,
             ("[x, y, width, height]", "[x1, y1, x2, y2]"),
             "write width = x2 - x1 and height = y2 - y1",
@@ -89,14 +92,14 @@ _MISREADINGS = {
     ),
     "yolo": (
         _Misreading(
-            _corners_in_yolo,
+            _corners_as_yolo,
             None,
             ("class cx cy w h", "class x1 y1 x2 y2"),
             "write the centre, width and height of each box as fractions of the image",
         ),
         _Misreading(
-            _first_corner_in_yolo,
-            _past_first_borders,
+            _first_corner_as_yolo,
+            _leave_at_top_left,
             ("class cx cy w h", "class x1 y1 w h"),
             "write cx = x1 + w / 2 and cy = y1 + h / 2; or, where objects do stick out of the "
             "left and the top of their images alone, cut their boxes there",
@@ -106,8 +109,8 @@ _MISREADINGS = {
     ),
     "voc": (
         _Misreading(
-            _sides_in_voc,
-            _swapped_past_middle,
+            _sides_as_voc,
+            _end_before_begin,
             ("xmin, ymin, xmax, ymax", "x, y, width, height"),
             "write xmax = x + width and ymax = y + height",
         ),
@@ -118,22 +121,23 @@ _MISREADINGS = {
 def check_boxes(columns: RawColumns, data_format: str) -> None:
     """Checks that boxes are in the unit and order of their format.
 
-    A single box may be anywhere.  But it is no chance if most boxes of a split are within the first
+    A single box may be anywhere.  But it is a mistake if most boxes of a split are within the first
     pixels, far outside their images, or inside only if their numbers are read in another order.
 
     Args: data_format: `data.format`; for any other text the order is not checked.
     Raises: DataError `boxes_far_outside`, `boxes_are_fractions` or `boxes_misread`.
     """
-    step = -(-len(columns.image_O) // _LOOKED_AT) or 1
+    # Spread over the set, as its beginning may be the work of one tool or person.
+    step = -(-len(columns.image_O) // _MAX_SAMPLED) or 1
     image_P, boxes_P4 = columns.image_O[::step], columns.boxes_O4[::step]
     used_P = columns.size_known_N[image_P] & np.isfinite(boxes_P4).all(axis=1)
     boxes_P4, image_P = boxes_P4[used_P], image_P[used_P]
     sides_P4 = columns.sizes_N2[image_P][:, [1, 0, 1, 0]]
     count = len(boxes_P4)
-    if count < _FEWEST_ALIKE:
+    if count < _MIN_EXAMPLES:
         return
     far_P = (np.abs(boxes_P4) > _FAR * sides_P4).any(axis=1)
-    if _are_most(far_P):
+    if _is_majority(far_P):
         times = float((np.abs(boxes_P4) / sides_P4)[far_P].max())
         numbers = "pixels where fractions of the image are expected"
         fix = "divide cx and w by the width of the image, cy and h by its height"
@@ -147,11 +151,11 @@ def check_boxes(columns: RawColumns, data_format: str) -> None:
             where=columns.source,
             fix=fix,
         )
-    # Whole numbers may be pixels, however small, or an image as a whole.
-    numbers_P4 = _corners_in_coco(boxes_P4) if data_format == "coco" else boxes_P4
+    # Integers may be pixels, however small, or an image as a whole.
+    numbers_P4 = _corners_as_coco(boxes_P4) if data_format == "coco" else boxes_P4
     unit_P = ((numbers_P4 >= -_BORDER) & (numbers_P4 <= 1 + _BORDER)).all(axis=1)
     unit_P &= (sides_P4 >= _FRACTION_SIDE).all(axis=1)
-    if unit_P.mean() >= _NEARLY_ALL and _are_most((boxes_P4 != boxes_P4.round()).any(axis=1)):
+    if unit_P.mean() >= _NEARLY_ALL and _is_majority((boxes_P4 != boxes_P4.round()).any(axis=1)):
         raise DataError(
             f"the numbers of {unit_P.sum()} of {count} boxes are 0 to 1: fractions of their images "
             f"where pixels are expected",
@@ -161,12 +165,12 @@ def check_boxes(columns: RawColumns, data_format: str) -> None:
         )
     for misreading in _MISREADINGS.get(data_format, ()):
         if misreading.shows is None:
-            wrong_P = ~_fit(boxes_P4, sides_P4)
+            wrong_P = ~_fit_images(boxes_P4, sides_P4)
         else:
             wrong_P = misreading.shows(boxes_P4, sides_P4)
         if wrong_P.sum() <= misreading.fewest or wrong_P.mean() <= misreading.share:
             continue
-        fit_P = _fit(misreading.reread(boxes_P4), sides_P4)
+        fit_P = _fit_images(misreading.reread(boxes_P4), sides_P4)
         if fit_P.mean() >= _NEARLY_ALL:
             expected, actual = misreading.names
             raise DataError(
@@ -178,12 +182,12 @@ def check_boxes(columns: RawColumns, data_format: str) -> None:
             )
 
 
-def _are_most(wrong_P: np.ndarray) -> bool:
-    return bool(wrong_P.sum() >= _FEWEST_ALIKE and 2 * wrong_P.sum() > len(wrong_P))
+def _is_majority(wrong_P: np.ndarray) -> bool:
+    return bool(wrong_P.sum() >= _MIN_EXAMPLES and 2 * wrong_P.sum() > len(wrong_P))
 
 
-def _fit(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray:
-    """Tells which boxes have an area and lie in their images: [P] bool."""
+def _fit_images(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray:
+    """Finds boxes that have an area and lie in their images: [P] bool."""
     slack_P4 = 1 + _BORDER * sides_P4
     inside_P4 = (boxes_P4 >= -slack_P4) & (boxes_P4 <= sides_P4 + slack_P4)
     return np.asarray(inside_P4.all(axis=1) & (boxes_P4[:, 2:] > boxes_P4[:, :2]).all(axis=1))
@@ -192,7 +196,7 @@ def _fit(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray:
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, bits spread evenly: Fibonacci hashing (Knuth, 6.4)
 
 
-def first_alike(columns: RawColumns) -> np.ndarray:
+def find_first_equal(columns: RawColumns) -> np.ndarray:
     """Finds for each object the first one that equals it: int64 [O].
 
     Objects are equal if image, class, box and crowd flag are.  An object without an equal one
@@ -200,6 +204,7 @@ def first_alike(columns: RawColumns) -> np.ndarray:
     """
     fields = [columns.image_O, columns.labels_O, columns.crowd_O.astype(np.int64)]
     fields += [(side_O + 0.0).view(np.int64) for side_O in columns.boxes_O4.T]  # -0 is 0
+    # One key of 64 bits is sorted faster than seven columns.
     key_O = np.zeros(len(columns.image_O), np.uint64)
     for field_O in fields:
         key_O = (key_O ^ field_O.astype(np.uint64)) * _MIX

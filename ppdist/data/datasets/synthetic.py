@@ -1,7 +1,7 @@
 """Synthetic detection set: textured shapes with known boxes.
 
-For the demo and for tests that need a set which a small detector learns in minutes.  The same
-arguments give the same annotations on every machine, and the same pixels with the same OpenCV.
+For the demo and for tests that need a set which a small detector learns in minutes.  Equal
+arguments give equal annotations on every machine, and equal pixels with the same OpenCV.
 """
 
 import json
@@ -18,9 +18,9 @@ from ppdist.data.types import keyed_generator
 
 CLASS_NAMES = ("circle", "square", "triangle")
 _SPLITS = ("train", "val")
-_MOST_SHAPES = 6
+_MAX_SHAPES = 6
 _SIDE_RANGE = (0.12, 0.40)  # of the image's side
-_MOST_OVERLAP = 0.1  # IoU of two boxes
+_MAX_OVERLAP = 0.1  # IoU of two boxes
 _PLACING_TRIES = 20
 _JPEG_QUALITY = 92
 
@@ -29,29 +29,28 @@ def make_shapes(root: Path, *, train: int, val: int, size: int = 256, seed: int 
     """Writes `images/{train,val}/NNNNN.jpg` and `annotations/instances_{train,val}.json`.
 
     Args:
-        root: made if need be; of these two folders it may hold what these arguments make, as an
-            earlier call left it, and nothing else.
+        root: made if needed; these two folders may contain files of an earlier call with the same
+            arguments, and nothing else.
         train, val: number of images.
         size: side of the square images in pixels, 64 at least.
-        seed: of everything.
-    Raises: DataError: root holds other files there, all of which stay as they are, or cannot be
-        written.
+        seed: of all random numbers.
+    Raises: DataError: there are other files, which are not changed, or root cannot be written.
     """
-    wanted: Iterable[tuple[str, bytes]] = (
+    files: Iterable[tuple[str, bytes]] = (
         file
         for split, count in enumerate((train, val))
-        for file in _files_of_split(split, count, size, seed)
+        for file in _make_split_files(split, count, size, seed)
     )
     try:
-        there = {
+        existing = {
             path.relative_to(root).as_posix()
             for folder in ("annotations", "images")
             for path in (root / folder).rglob("*")
             if not path.is_dir()
         }
-        if there:
-            wanted = _absent(root, there, list(wanted))
-        for name, content in wanted:
+        if existing:
+            files = _missing_files(root, existing, list(files))
+        for name, content in files:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             replace_file(root / name, content)
     except OSError as error:
@@ -62,39 +61,40 @@ def make_shapes(root: Path, *, train: int, val: int, size: int = 256, seed: int 
         ) from error
 
 
-def _absent(
-    root: Path, there: set[str], wanted: list[tuple[str, bytes]]
+def _missing_files(
+    root: Path, existing: set[str], files: list[tuple[str, bytes]]
 ) -> list[tuple[str, bytes]]:
-    """Files that do not exist yet.
+    """Returns the files that do not exist yet.
 
-    Raises: DataError: something else is there.
+    Raises: DataError: there are other files.
     """
     same = {
         name
-        for name, content in wanted
+        for name, content in files
         if (root / name).is_file() and (root / name).read_bytes() == content
     }
-    others = sorted(there - same)
-    if others:
+    unexpected = sorted(existing - same)
+    if unexpected:
         raise DataError(
-            f"holds {len(others)} files that these arguments do not make, such as {others[0]}; "
-            f"expected no `annotations` and `images` in it, or those of an earlier call with the "
-            f"same arguments",
+            f"holds {len(unexpected)} files that these arguments do not make, such as "
+            f"{unexpected[0]}; expected no `annotations` and `images` in it, "
+            f"or those of an earlier call with the same arguments",
             code="folder_not_empty",
             where=str(root),
             fix="remove both folders, or choose another --out",
         )
-    return [(name, content) for name, content in wanted if name not in same]
+    return [(name, content) for name, content in files if name not in same]
 
 
-def _files_of_split(split: int, count: int, size: int, seed: int) -> Iterator[tuple[str, bytes]]:
-    """(name below the root, content) of each file: images, then their annotations."""
+def _make_split_files(split: int, count: int, size: int, seed: int) -> Iterator[tuple[str, bytes]]:
+    """Yields (name below the root, content) of each file: images, then their annotations."""
     name = _SPLITS[split]
     images: list[dict[str, object]] = []
     annotations: list[dict[str, object]] = []
     for index in range(count):
         image_HW3, boxes_M4, labels_M = scene(size, seed, split, index)
         file = f"{name}/{index:05d}.jpg"
+        # OpenCV writes BGR.
         bgr_HW3 = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
         _, content = cv2.imencode(".jpg", bgr_HW3, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])
         yield f"images/{file}", content.tobytes()
@@ -123,24 +123,24 @@ def _files_of_split(split: int, count: int, size: int, seed: int) -> Iterator[tu
 def scene(
     size: int, seed: int, split: int, index: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One image, its boxes and its labels.
+    """Draws an image with its boxes and labels.
 
     Returns: uint8 RGB [size, size, 3], boxes_M4 float64 xyxy in pixels, labels_M; M >= 1.
     """
     rng = keyed_generator(seed, split, index)
-    image_HW3 = _textured(size, _colour(rng), rng)
+    image_HW3 = _draw_texture(size, _draw_colour(rng), rng)
     boxes: list[np.ndarray] = []
     labels = []
-    for _ in range(rng.integers(1, _MOST_SHAPES + 1)):
-        box = _free_place(size, boxes, rng)
+    for _ in range(rng.integers(1, _MAX_SHAPES + 1)):
+        box = _find_free_square(size, boxes, rng)
         if box is None:
             continue
         label = int(rng.integers(len(CLASS_NAMES)))
-        outline = _outline(label, box, rng)
+        outline = _draw_outline(label, box, rng)
         mask_HW = np.zeros((size, size), np.uint8)
         cv2.fillPoly(mask_HW, [np.rint(outline).astype(np.int32)], 255)
         background = image_HW3[mask_HW > 0].mean(0)
-        shape_HW3 = _textured(size, _colour(rng, background), rng)
+        shape_HW3 = _draw_texture(size, _draw_colour(rng, background), rng)
         image_HW3[mask_HW > 0] = shape_HW3[mask_HW > 0]
         ys, xs = np.nonzero(mask_HW)
         boxes.append(np.array([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1], np.float64))
@@ -148,16 +148,16 @@ def scene(
     return image_HW3, np.stack(boxes), np.array(labels, np.int64)
 
 
-def _colour(rng: np.random.Generator, other: np.ndarray | None = None) -> np.ndarray:
-    """RGB 0..255; told apart from `other` by 80 at least."""
+def _draw_colour(rng: np.random.Generator, background: np.ndarray | None = None) -> np.ndarray:
+    """Draws a colour, RGB 0..255, at least 80 away from `background`."""
     while True:
         colour = rng.uniform(20, 235, 3)
-        if other is None or np.linalg.norm(colour - other) > 80:
+        if background is None or np.linalg.norm(colour - background) > 80:
             return colour
 
 
-def _textured(size: int, colour: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A noisy plane of a colour: coarse clouds, stripes and fine grain."""
+def _draw_texture(size: int, colour: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Draws a noisy plane of a colour: coarse clouds, stripes and fine grain."""
     clouds = cv2.resize(rng.normal(0, 14, (8, 8, 3)), (size, size), interpolation=cv2.INTER_CUBIC)
     angle, period = rng.uniform(0, np.pi), rng.uniform(5, 20)
     y_HW, x_HW = np.mgrid[:size, :size]
@@ -167,19 +167,21 @@ def _textured(size: int, colour: np.ndarray, rng: np.random.Generator) -> np.nda
     return plane.clip(0, 255).astype(np.uint8)
 
 
-def _free_place(size: int, boxes: list[np.ndarray], rng: np.random.Generator) -> np.ndarray | None:
-    """Square region [4] xyxy that hardly overlaps others; None: not found."""
+def _find_free_square(
+    size: int, boxes: list[np.ndarray], rng: np.random.Generator
+) -> np.ndarray | None:
+    """Draws a square [4] xyxy that hardly overlaps others; None: no place found."""
     for _ in range(_PLACING_TRIES):
         side = rng.uniform(*_SIDE_RANGE) * size
         corner = rng.uniform(0, size - 1 - side, 2)
         box = np.concatenate([corner, corner + side])
-        if not boxes or box_iou(box[None], np.stack(boxes)).max() <= _MOST_OVERLAP:
+        if not boxes or box_iou(box[None], np.stack(boxes)).max() <= _MAX_OVERLAP:
             return box
     return None
 
 
-def _outline(label: int, box: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Corners [K, 2] of a shape in a square, turned and squeezed."""
+def _draw_outline(label: int, box: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Draws the corners [K, 2] of a shape in a square, turned and squeezed."""
     corners, turn = {
         0: (40, 0.0),
         1: (4, rng.uniform(-0.25, 0.25)),

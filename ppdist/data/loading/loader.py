@@ -51,7 +51,13 @@ from ppdist.config.data import DataConfig
 from ppdist.data.cache import open_cache
 from ppdist.data.loading.sampler import EvalSampler, TrainSampler, rectangular_shapes
 from ppdist.data.transforms.classification import ClassifyEvalSamples, ClassifyTrainSamples
-from ppdist.data.transforms.pipeline import EvalSamples, Samples, TrainSamples, padded, reductions
+from ppdist.data.transforms.pipeline import (
+    EvalSamples,
+    Samples,
+    TrainSamples,
+    pad_boxes,
+    reductions,
+)
 from ppdist.data.types import (
     EXITED,
     HUNG,
@@ -68,22 +74,22 @@ from ppdist.distributed import comm, device, heartbeat
 
 _LOGGER = logging.getLogger("ppdist.data")
 
-_MOST_WORKERS = 16  # more than 2,000 images a second: no card of today trains that fast
-_CORES_PER_WORKER_ON_CPU = 4  # a worker prepares more images than four cores train on
+_MAX_WORKERS = 16  # more than 2,000 images a second: no card trains that fast today
+_CORES_PER_WORKER_ON_CPU = 4  # a worker prepares more images than four cores can train on
 
-# Keys of a batch, the worker's result, and its arrays, named as in Batch.
+# The keys of a batch, the result of its worker, and its arrays, named as in Batch.
 _Delivered = tuple[list[SampleKey], WorkerBatch, dict[str, Any]]
 
 
-class _Plan(Protocol):
-    """Re-iterable sampler of micro-batch keys."""
+class _KeyPlan(Protocol):
+    """A re-iterable sampler of the keys of micro-batches."""
 
     def __iter__(self) -> Iterator[list[SampleKey]]: ...
     def __len__(self) -> int: ...
 
 
 class _Loader:
-    """Re-iterable batches of a plan.
+    """A re-iterable loader of the batches of a plan.
 
     Workers start with the first iteration and live until the loader is closed or collected.  A new
     iteration ends the previous one.
@@ -96,7 +102,7 @@ class _Loader:
     def __init__(
         self,
         samples: Samples,
-        plan: _Plan,
+        plan: _KeyPlan,
         *,
         workers: int,
         largest_batch: int,
@@ -115,23 +121,28 @@ class _Loader:
         return len(self.plan)
 
     def __iter__(self) -> Generator[Batch, None, None]:
-        """Raises, while iterating: DataError: an image cannot be read and data.bad_images is
-        `error`, or too many in a row cannot; ImagesUnavailable: their storage stays unavailable;
-        RuntimeError: preparing one failed in another way.
+        """Yields the batches of the plan.
+
+        Raises, while iterating:
+            DataError: an image cannot be read and data.bad_images is `error`, or too many images in
+                a row cannot be read.
+            ImagesUnavailable: their storage stays unavailable.
+            RuntimeError: preparing a batch failed in another way.
         """
         try:
-            for keys, made, arrays in self._made():
-                self._report(made)
+            for keys, worker_batch, arrays in self._deliver():
+                self._report(worker_batch)
                 batch = Batch(
                     **arrays,
-                    real=keys[0].index >= 0 and made.outage is None,
-                    bad_images=made.bad_images,
+                    # Padding, or the blank image of an outage, only keeps the collectives going.
+                    real=keys[0].index >= 0 and worker_batch.outage is None,
+                    bad_images=worker_batch.bad_images,
                 )
-                if made.outage is not None:
-                    raise ImagesUnavailable(made.outage, batch)
+                if worker_batch.outage is not None:
+                    raise ImagesUnavailable(worker_batch.outage, batch)
                 yield batch
         except Exception:
-            self.close()  # an exception keeps this frame alive, and with it the workers
+            self.close()  # an exception keeps this frame, and so the workers, alive
             raise
 
     def close(self) -> None:
@@ -149,7 +160,7 @@ class _Loader:
         """Process ids of the living workers."""
         return self._pool.process_ids if self._pool else []
 
-    def _made(self) -> Iterator[_Delivered]:
+    def _deliver(self) -> Iterator[_Delivered]:
         if self.workers:
             if self._pool is None:
                 self._pool = WorkerPool(
@@ -161,45 +172,49 @@ class _Loader:
             outages = _Outages(self._samples)
 
             def pause(seconds: float) -> None:
-                outages.look([self._samples.awaited])
+                outages.update([self._samples.awaited])
                 _sleep(seconds, heartbeat.alive, self._samples.waits_aborted)
 
             self._samples.pause = pause
             for keys in self.plan:
-                made = self._samples.batch(keys)
-                outages.look([self._samples.awaited])
-                yield keys, made, _arrays(made)
+                worker_batch = self._samples.batch(keys)
+                outages.update([self._samples.awaited])
+                yield keys, worker_batch, _move_arrays(worker_batch)
 
-    def _report(self, made: WorkerBatch) -> None:
-        if made.user_error:
-            raise made.user_error
-        if made.our_error:
-            raise RuntimeError(made.our_error)
-        for problem in made.problems:
+    def _report(self, worker_batch: WorkerBatch) -> None:
+        if worker_batch.user_error:
+            raise worker_batch.user_error
+        if worker_batch.our_error:
+            raise RuntimeError(worker_batch.our_error)
+        for problem in worker_batch.problems:
+            # Once, as a bad image comes again in every epoch.
             if problem not in self._warned:
                 self._warned.add(problem)
                 _LOGGER.warning(problem)
 
 
 class _Outages:
-    """Logs begin and end of an outage of the images' storage."""
+    """A log of outages of the storage of images: when they begin and end."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self._since: float | None = None
 
-    def look(self, awaited: Iterable[np.ndarray]) -> None:
-        """Args: awaited: one array per process that reads images; see `Samples`."""
-        away = next((each.tolist() for each in awaited if each[0] != NOTHING), None)
-        if away is not None and self._since is None:
+    def update(self, awaited: Iterable[np.ndarray]) -> None:
+        """Logs that an outage has begun or ended.
+
+        Args: awaited: an array for each process that reads images; see `Samples`.
+        """
+        outage = next((pair.tolist() for pair in awaited if pair[0] != NOTHING), None)
+        if outage is not None and self._since is None:
             self._since = time.monotonic()
-            others = ", nor can others of its folder be read" * (away[1] != errno.EREMOTEIO)
+            also = ", nor can others of its folder be read" * (outage[1] != errno.EREMOTEIO)
             _LOGGER.warning(
                 "%s: %s%s: their storage is unavailable; waiting for it for up to %.0f s",
-                self._samples.path(away[0]), os.strerror(away[1]), others,
+                self._samples.path(outage[0]), os.strerror(outage[1]), also,
                 self._samples.storage_seconds,
             )  # fmt: skip
-        elif away is None and self._since is not None:
+        elif outage is None and self._since is not None:
             seconds = time.monotonic() - self._since
             _LOGGER.info("the images can be read again, after %.0f s", seconds)
             self._since = None
@@ -215,15 +230,17 @@ def _sleep(seconds: float, alive: Callable[[], None], aborted: np.ndarray) -> No
 
 
 def on_device(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The arrays of a `Batch`, without its seeds, on the model's device.
+    """Moves the arrays of a `Batch`, without its seeds, to the device of the model.
 
     Args: arrays: see `Arrays`; their memory may be reused.
     """
-    return {name: x if name == "seeds_B" else device.put(x) for name, x in arrays.items()}
+    return {
+        name: array if name == "seeds_B" else device.put(array) for name, array in arrays.items()
+    }
 
 
-def _arrays(made: WorkerBatch) -> dict[str, Any]:
-    return {} if made.arrays is None else on_device(made.arrays._asdict())
+def _move_arrays(worker_batch: WorkerBatch) -> dict[str, Any]:
+    return {} if worker_batch.arrays is None else on_device(worker_batch.arrays._asdict())
 
 
 class TrainLoader(_Loader):
@@ -242,15 +259,16 @@ class TrainLoader(_Loader):
         epochs: int | None = None,
         ranks_on_host: int = 1,
     ) -> None:
-        """With data.cache: ram, every rank must build one at the same time.
+        """Creates a loader; with data.cache: ram collective, and logs the capacity of the cache.
 
         Args:
             sampler: of this rank; its `dataset_size` is that of `dataset`.
             seed: of augmentation, together with (epoch, index).
             epochs: of the whole run; those of data.augment count back from its end.
-            ranks_on_host: ranks that share this machine, this one included.
+            ranks_on_host: ranks that share this machine, including this one.
         """
         kind = ClassifyTrainSamples if config.task == "classify" else TrainSamples
+        # Both maxima, as reduced pixels have to suffice for every input size.
         largest = (
             max(height for height, _ in sampler.every_size),
             max(width for _, width in sampler.every_size),
@@ -304,7 +322,7 @@ class EvalLoader(_Loader):
         Args:
             image_size: (height, width) of the input in pixels.
             batch_size: images per batch; the last may be smaller.
-            ranks_on_host: ranks that share this machine, this one included.
+            ranks_on_host: ranks that share this machine, including this one.
             shape_multiple: letterbox each image in the smallest input within `image_size` whose
                 sides are multiples of this many pixels; None: always `image_size`.
             shape_pad: see `rectangular_shapes`: inputs may be larger than `image_size`, but not
@@ -335,45 +353,45 @@ class EvalLoader(_Loader):
     def learnable(
         self, keys: Sequence[SampleKey]
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """boxes_BM4, labels_BM and mask_BM that training would use; see Batch.
+        """Returns boxes_BM4, labels_BM and mask_BM that training would use; see `Batch`.
 
-        No image is read.
+        Reads no image.
         """
-        boxes_BM4, labels_BM, mask_BM = padded([self._learnable(key) for key in keys])
+        boxes_BM4, labels_BM, mask_BM = pad_boxes([self._learnable(key) for key in keys])
         return paddle.to_tensor(boxes_BM4), paddle.to_tensor(labels_BM), paddle.to_tensor(mask_BM)
 
 
 @cache  # one line, not one for each loader
 def worker_count(wanted: int | Literal["auto"], ranks_on_host: int) -> int:
-    """Number of workers for one rank; logs it with the reason.
+    """Chooses the number of workers of one rank; logs it with the reason.
 
     auto: with a GPU, all cores but one per rank, at most 16.  Without one, training itself needs
     the cores, and a quarter of them, at most 4, prepare enough images.
 
     Args:
         wanted: `data.workers`; a number is used as it is.
-        ranks_on_host: ranks that share this machine, this one included.
+        ranks_on_host: ranks that share this machine, including this one.
     """
     cores = available_cores()
     share = cores / max(1, ranks_on_host)
-    of = f"{cores:.3g} cores" + (f" for {ranks_on_host} ranks" if ranks_on_host > 1 else "")
+    cores_text = f"{cores:.3g} cores" + (f" for {ranks_on_host} ranks" if ranks_on_host > 1 else "")
     if wanted == "auto":
-        count, why = _automatic_workers(share, device.on_accelerator())
-        said = "data.workers: auto is %d per rank: %s, %s"
-        _LOGGER.info(said, count, of, why, extra=DETAIL)
+        count, reason = _automatic_workers(share, device.on_accelerator())
+        message = "data.workers: auto is %d per rank: %s, %s"
+        _LOGGER.info(message, count, cores_text, reason, extra=DETAIL)
         return count
     if wanted > max(1, share):
         _LOGGER.warning(
             "data.workers: %d per rank are more than %s can run at once; auto would choose %d",
-            wanted, of, _automatic_workers(share, device.on_accelerator())[0],
+            wanted, cores_text, _automatic_workers(share, device.on_accelerator())[0],
         )  # fmt: skip
     return wanted
 
 
 def _automatic_workers(share: float, gpu: bool) -> tuple[int, str]:
-    """(workers, why) for a rank with this share of the cores."""
+    """Returns (workers, reason) for a rank with this share of the cores."""
     if gpu:
-        count = min(_MOST_WORKERS, max(1, int(share) - 1))
+        count = min(_MAX_WORKERS, max(1, int(share) - 1))
         return count, "one for the rank itself"
     count = min(4, max(1, int(share / _CORES_PER_WORKER_ON_CPU)))
     return count, "most of them needed for training, which has no GPU"
@@ -387,13 +405,13 @@ _SIGN_SECONDS = 0.2  # between two heartbeats while waiting for storage
 # for storage (for a second at least).
 _LOOK_SECONDS = 0.5
 _LENGTH = struct.Struct("<I")  # before each message
-# Per batch: deaths at one record until it is blocked, and deaths in a row until the run fails.
-_CULPRIT_FAILURES, _MOST_FAILURES = 2, 3
+# Of one batch: deaths at a record until it is blocked, and deaths in a row until the run fails.
+_CULPRIT_FAILURES, _MAX_FAILURES = 2, 3
 
 
 @dataclass
 class Task:
-    """A batch to build.  stopped_at: records being read when its workers ended."""
+    """A batch to be made."""
 
     number: int
     keys: list[SampleKey]
@@ -401,37 +419,37 @@ class Task:
 
 
 class Result(NamedTuple):
-    """A built batch.
+    """A batch that a worker has made.
 
-    made: without its arrays.  shape: of the images in the slot, () on error.
+    worker_batch: without its arrays.  shape: of the images in the slot, () on error.
     """
 
     number: int
     shape: tuple[int, ...]
     small_arrays: tuple[np.ndarray, ...]
-    made: WorkerBatch
+    worker_batch: WorkerBatch
 
 
-class _Inbox:
-    """Splits a byte stream, which arrives in pieces, into messages."""
+class _MessageSplitter:
+    """A splitter of a byte stream, which arrives in pieces, into messages."""
 
     def __init__(self) -> None:
         self._content = bytearray()
 
-    def messages(self, content: bytes) -> list[Any]:
-        """The messages that this piece completes."""
+    def complete(self, content: bytes) -> list[Any]:
+        """Returns the messages that this piece of the stream completes."""
         self._content += content
-        found = []
+        messages = []
         while len(self._content) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._content)[0]
             if len(self._content) < end:
                 break
-            found.append(pickle.loads(memoryview(self._content)[_LENGTH.size : end]))
+            messages.append(pickle.loads(memoryview(self._content)[_LENGTH.size : end]))
             del self._content[:end]
-        return found
+        return messages
 
 
-def _packed(message: Any) -> bytes:
+def _pack_message(message: Any) -> bytes:
     content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(content)) + content
 
@@ -456,40 +474,43 @@ class Worker:
     free: list[int] = field(default_factory=lambda: list(range(_SLOTS)))
     tasks: dict[int, tuple[Task, int]] = field(default_factory=dict)
     changed: float = 0.0
-    inbox: _Inbox = field(default_factory=_Inbox)
+    inbox: _MessageSplitter = field(default_factory=_MessageSplitter)
 
-    def give(self, task: Task) -> None:
+    def assign(self, task: Task) -> None:
         slot = self.free.pop()
         if not self.tasks:
             self.changed = time.monotonic()
         self.tasks[task.number] = task, slot
         with suppress(OSError):  # it has ended or hangs: noticed later, the task is listed
-            self.link.sendall(_packed((task.number, slot, task.keys)))
+            self.link.sendall(_pack_message((task.number, slot, task.keys)))
 
-    def hear(self) -> tuple[bool, list[Result]]:
-        """Whether it is alive, and the results that have arrived completely."""
+    def receive(self) -> tuple[bool, list[Result]]:
+        """Reads what the process has sent.
+
+        Returns: True if it is alive, and the results that are complete.
+        """
         try:
             content = self.link.recv(1 << 20)
         except OSError:
             content = b""
         self.changed = time.monotonic()
-        return bool(content), self.inbox.messages(content)
+        return bool(content), self.inbox.complete(content)
 
     def busy_seconds(self) -> float:
-        """Seconds without a sign of life in its present task."""
+        """Returns the seconds without a sign of life in its present task."""
         if not self.tasks:
             return 0.0
         return time.monotonic() - max(self.changed, float(self.beat[0]))
 
     def end(self) -> int:
-        """Kills it; returns the signal it ended with, or EXITED."""
+        """Kills the process; returns the signal it ended with, or EXITED."""
         self.link.close()
         code = self.process and self.process.end()
         return -code if code and code < 0 else EXITED
 
 
 class WorkerPool:
-    """Workers that build batches of one Samples, for one plan after another."""
+    """A pool of workers that make batches of one Samples, for one plan after another."""
 
     def __init__(
         self, samples: Samples, workers: int, largest_batch: int, timeout_seconds: float
@@ -509,9 +530,9 @@ class WorkerPool:
         self._wanted: dict[int, Task] = {}  # of the current run, in order, not yet yielded
         self._done: dict[int, tuple[WorkerBatch, Worker, int]] = {}
         # Shared, so that all workers see at once which records are blocked.
-        samples.blocklist_N = _shared(len(samples), np.uint8)
-        samples.waited = _shared(2, np.float64)
-        aborted, samples.waits_aborted = samples.waits_aborted, _shared(1, np.uint8)
+        samples.blocklist_N = _allocate_shared(len(samples), np.uint8)
+        samples.waited = _allocate_shared(2, np.float64)
+        aborted, samples.waits_aborted = samples.waits_aborted, _allocate_shared(1, np.uint8)
         samples.waits_aborted |= aborted  # a stop may come between the two
         self._workers: list[Worker] = []
         self._end = weakref.finalize(self, _end_workers, self._workers, os.getpid())  # also at exit
@@ -534,39 +555,41 @@ class WorkerPool:
 
     @property
     def process_ids(self) -> list[int]:
-        found = (worker.process.pid for worker in self._workers if worker.process)
-        return [pid for pid in found if pid]
+        process_ids = (worker.process.pid for worker in self._workers if worker.process)
+        return [pid for pid in process_ids if pid]
 
     def run(self, plan: Iterable[list[SampleKey]]) -> Iterator[_Delivered]:
         """Yields the batches of a plan in order; ends an unfinished run.
 
         Raises, while iterating: RuntimeError: a batch ended three workers, or its run is over.
         """
+        # Results of an abandoned run are dropped, and their slots are free again.
         for _, worker, slot in self._done.values():
             worker.free.append(slot)
         self._done.clear()
         wanted: dict[int, Task] = {}
         self._wanted, remaining = wanted, iter(plan)
-        more = self._hand_out(remaining)
+        more = self._hand_out_tasks(remaining)
         while wanted or more:
             number = next(iter(wanted), None)
             if number is None or number not in self._done:
-                self._listen()
-                more = more and self._hand_out(remaining)
+                self._receive_results()
+                more = more and self._hand_out_tasks(remaining)
                 continue
-            made, worker, slot = self._done.pop(number)
-            arrays = _arrays(made)
+            worker_batch, worker, slot = self._done.pop(number)
+            arrays = _move_arrays(worker_batch)
+            # The arrays are on the device now, so the worker may overwrite them.
             worker.free.append(slot)
             task = wanted.pop(number)
-            more = more and self._hand_out(remaining)
-            yield task.keys, made, arrays
+            more = more and self._hand_out_tasks(remaining)
+            yield task.keys, worker_batch, arrays
             if self._wanted is not wanted:
                 raise RuntimeError("this iteration is over: its loader was closed or iterated anew")
 
-    def _hand_out(self, remaining: Iterator[list[SampleKey]]) -> bool:
-        """Gives every free slot a batch, least busy workers first.
+    def _hand_out_tasks(self, remaining: Iterator[list[SampleKey]]) -> bool:
+        """Gives a batch to every free slot, least busy workers first.
 
-        Returns: whether there may be more.
+        Returns: False at the end of the plan.
         """
         while free := [worker for worker in self._workers if worker.free]:
             keys = next(remaining, None)
@@ -574,51 +597,51 @@ class WorkerPool:
                 return False
             task = Task(next(self._numbers), keys)
             self._wanted[task.number] = task
-            min(free, key=lambda worker: len(worker.tasks)).give(task)
+            min(free, key=lambda worker: len(worker.tasks)).assign(task)
         return True
 
-    def _listen(self) -> None:
+    def _receive_results(self) -> None:
         """Receives results, and replaces workers that have died or hang."""
-        heartbeat.alive()  # only a worker can hang here, and it is replaced below
+        heartbeat.alive()  # only a worker can hang here, and that is replaced below
         by_link = {worker.link.fileno(): worker for worker in self._workers}
         for link in wait([*by_link], min(_LOOK_SECONDS, self._timeout)):
             assert isinstance(link, int)
             worker = by_link[link]
-            alive, results = worker.hear()
+            alive, results = worker.receive()
             for result in results:
-                self._note(worker, result)
+                self._accept_result(worker, result)
             if not alive:
                 self._replace(worker, hung=False)
-        self._outages.look(worker.awaited for worker in self._workers)
+        self._outages.update(worker.awaited for worker in self._workers)
         for worker in list(self._workers):
             if worker.busy_seconds() > self._timeout:
                 self._replace(worker, hung=True)
 
-    def _note(self, worker: Worker, result: Result) -> None:
+    def _accept_result(self, worker: Worker, result: Result) -> None:
         task, slot = worker.tasks.pop(result.number)
         if task.number not in self._wanted:  # of an abandoned run
             worker.free.append(slot)
             return
-        made = result.made
+        worker_batch = result.worker_batch
         if result.shape:
             pixels = worker.slots[slot][: math.prod(result.shape)]
             images_B3HW = pixels.reshape(result.shape)
-            made = made._replace(arrays=Arrays(images_B3HW, *result.small_arrays))
-        self._done[task.number] = made, worker, slot
+            worker_batch = worker_batch._replace(arrays=Arrays(images_B3HW, *result.small_arrays))
+        self._done[task.number] = worker_batch, worker, slot
 
     def _replace(self, worker: Worker, hung: bool) -> None:
         code = worker.end()
         how = (
             f"was busy with one image for more than {self._timeout:g} s"
             if hung
-            else f"ended with {_ending(code)}"
+            else f"ended with {_describe_exit(code)}"
         )
         index = int(worker.reading[0])
         where = "" if index == NOTHING else f" while reading {self._samples.path(index)}"
         place = self._workers.index(worker)
         lost = [task for task, _ in worker.tasks.values() if task.number in self._wanted]
         if lost:
-            self._blame(lost[0], index, HUNG if hung else code, how)
+            self._block_culprit(lost[0], index, HUNG if hung else code, how)
         _LOGGER.warning(
             f"worker {place + 1} of {len(self._workers)}, which prepares images, {how}{where}; "
             f"restarted; unfinished batches are rebuilt"
@@ -631,54 +654,59 @@ class WorkerPool:
                 f"({error.strerror or error}); the usual reason is memory: lower data.workers"
             ) from error
         for task in lost:
-            replacement.give(task)
+            replacement.assign(task)
 
-    def _blame(self, task: Task, index: int, code: int, how: str) -> None:
-        """Blocks the record at `index` if it stopped this batch before.
+    def _block_culprit(self, task: Task, index: int, code: int, how: str) -> None:
+        """Blocks the record at `index` if a worker stopped at it in this batch before.
 
         Raises: RuntimeError: the batch was stopped too often, and no record is to blame.
         """
         task.stopped_at.append(index)
+        # The first death may have another cause, such as a lack of memory.
         if index != NOTHING and task.stopped_at.count(index) >= _CULPRIT_FAILURES:
             self._samples.blocklist_N[index] = code
             task.stopped_at.clear()
-        elif len(task.stopped_at) >= _MOST_FAILURES:
+        elif len(task.stopped_at) >= _MAX_FAILURES:
             first = next((key.index for key in task.keys if key.index >= 0), NOTHING)
             images = f"its first image is {self._samples.path(first)}; " if first >= 0 else ""
             raise RuntimeError(
-                f"{_MOST_FAILURES} workers in a row failed to prepare the same batch of images, "
+                f"{_MAX_FAILURES} workers in a row failed to prepare the same batch of images, "
                 f"the last {how}, not because of one image; {images}if the disk is slow, "
                 f"raise data.worker_timeout_seconds"
             )
 
     def _start_worker(self) -> Worker:
         """Forks a worker.  Raises: OSError: too little memory, or too many processes."""
-        ours, theirs = socket.socketpair()
-        slots = [_shared(self._bytes, np.uint8) for _ in range(_SLOTS)]
-        marks = _shared(1, np.int64), _shared(2, np.int64), _shared(1, np.float64)
-        worker = Worker(ours, slots, *marks)
+        rank_end, worker_end = socket.socketpair()
+        slots = [_allocate_shared(self._bytes, np.uint8) for _ in range(_SLOTS)]
+        marks = (
+            _allocate_shared(1, np.int64),
+            _allocate_shared(2, np.int64),
+            _allocate_shared(1, np.float64),
+        )
+        worker = Worker(rank_end, slots, *marks)
         worker.reading[0] = worker.awaited[0] = NOTHING
-        ours.settimeout(self._timeout)
-        rank = os.getpid()
-        worker.process = ForkedChild(lambda: work(self._samples, worker, theirs, rank))
-        theirs.close()
+        rank_end.settimeout(self._timeout)
+        rank_id = os.getpid()
+        worker.process = ForkedChild(lambda: work(self._samples, worker, worker_end, rank_id))
+        worker_end.close()
         return worker
 
 
-def _shared(count: int, dtype: type[np.generic]) -> np.ndarray:
-    """Zeros in memory that processes forked from now on share.  Raises: OSError."""
+def _allocate_shared(count: int, dtype: type[np.generic]) -> np.ndarray:
+    """Creates an array of zeros that processes forked from now on share.  Raises: OSError."""
     memory = mmap.mmap(-1, max(1, count) * np.dtype(dtype).itemsize)
     return np.frombuffer(memory, dtype, count)
 
 
-def _ending(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code == signal.SIGKILL:
         return "SIGKILL (the usual reason is memory: lower data.workers)"
     return "an exit" if code == EXITED else signal.Signals(code).name
 
 
-def _end_workers(workers: list[Worker], rank: int) -> None:
-    if os.getpid() == rank:  # and not a copy of it
+def _end_workers(workers: list[Worker], rank_id: int) -> None:
+    if os.getpid() == rank_id:  # and not a copy of it
         for worker in workers:
             if worker.process:
                 worker.process.kill()
@@ -688,7 +716,7 @@ def _end_workers(workers: list[Worker], rank: int) -> None:
 
 
 def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> None:
-    """Main loop of a worker process: builds batches while the rank lives."""
+    """Runs a worker process: makes batches while the rank lives."""
     worker.link.close()
     os.setpgid(0, 0)  # a signal to the rank's group is for the rank: it still needs its workers
     for number in (signal.SIGTERM, signal.SIGINT):  # the rank's own request a stop after the step
@@ -700,6 +728,7 @@ def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> No
     samples.reading, samples.awaited = worker.reading, worker.awaited
     samples.beat = worker.beat
     samples.pause = lambda seconds: _sleep(seconds, beat, samples.waits_aborted)
+    # So that an idle worker looks for its rank from time to time.
     link.settimeout(_LOOK_SECONDS)
 
     def beat() -> None:
@@ -707,19 +736,23 @@ def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> No
             os._exit(1)
         worker.beat[0] = time.monotonic()
 
-    inbox = _Inbox()
-    while content := _received(link, rank):
-        for number, slot, keys in inbox.messages(content):
+    inbox = _MessageSplitter()
+    while content := _receive(link, rank):
+        for number, slot, keys in inbox.complete(content):
             beat()
-            made = samples.batch(keys, worker.slots[slot])
-            arrays, made = made.arrays, made._replace(arrays=None)
+            worker_batch = samples.batch(keys, worker.slots[slot])
+            arrays, worker_batch = worker_batch.arrays, worker_batch._replace(arrays=None)
             shape = arrays.images_B3HW.shape if arrays else ()
             beat()
-            _send(link, _packed(Result(number, shape, arrays[1:] if arrays else (), made)), rank)
+            _send(
+                link,
+                _pack_message(Result(number, shape, arrays[1:] if arrays else (), worker_batch)),
+                rank,
+            )
 
 
-def _received(link: socket.socket, rank: int) -> bytes:
-    """What the rank has sent; b"" when it is gone."""
+def _receive(link: socket.socket, rank: int) -> bytes:
+    """Receives from the rank; b"" once it is gone."""
     while os.getppid() == rank:
         with suppress(TimeoutError):
             return link.recv(1 << 16)
@@ -727,7 +760,7 @@ def _received(link: socket.socket, rank: int) -> bytes:
 
 
 def _send(link: socket.socket, content: bytes, rank: int) -> None:
-    """Sends all; a rank may be busy for minutes."""
+    """Sends all content, though the rank may be busy for minutes."""
     left = memoryview(content)
     while left and os.getppid() == rank:
         with suppress(TimeoutError):

@@ -23,22 +23,23 @@ _ORDER, _SIZE = 0, 1  # streams of random numbers
 
 @dataclass(frozen=True, eq=False)
 class TrainSampler:
-    """Keys of this rank's micro-batches from start_step to end_step; re-iterable.
+    """A re-iterable sampler of the keys of this rank's micro-batches, from start_step to end_step.
 
-    An epoch has ceil(epoch_size / total_batch) optimizer steps.  Each takes the next `total_batch`
-    positions of the epoch's order and splits them into its micro-batches; the last takes what is
-    left, in as many as evenly as it goes.  So every image comes exactly once an epoch, or as often
-    as its `copies_N` says, and neither the images of a step nor those of a micro-batch depend on
-    the number of ranks.  Rank r of W takes micro-batches r, r + W, ..., so ranks may differ by one,
-    or as many as its speed says, see `MicroBatches.takers`; of one that is spread every rank takes
-    a share.  A rank without an image gets one padding key,
-    index -1, with which it keeps the others company.  With `parts` each micro-batch is split into
-    so many, for ranks that lack the memory for it as a whole.
+    An epoch has ceil(epoch_size / total_batch) optimizer steps.  A step takes the next
+    `total_batch` positions of the epoch's order and splits them into its micro-batches; the last
+    step splits the remaining positions as evenly as possible into as many.  So an image comes
+    exactly once per epoch, or as often as `copies_N` says, and neither the images of a step nor
+    those of a micro-batch depend on the number of ranks.
 
-    Every rank builds one, alike but for `rank`.  `sizes`: (height, width) choices in pixels of
-    multi-scale training; one is drawn per step, the same on all ranks; from step `last_from` on it
-    is `last_size`.  `copies_N`: how often each image is expected in an epoch, see `copies`; None:
-    once.
+    Rank r of W takes micro-batches r, r + W, ..., so ranks may differ by one, or as many as its
+    speed allows (`MicroBatches.takers`); of a spread micro-batch every rank takes a share.  A rank
+    without an image gets one padding key, index -1, so that it takes part in the collectives.  With
+    `parts` each micro-batch is split into that many, for ranks that lack the memory for all of it.
+
+    All ranks build one with equal arguments but `rank`.  `sizes`: (height, width) choices in pixels
+    of multi-scale training; one is drawn per step, the same on all ranks; from step `last_from` on
+    it is `last_size`.  `copies_N`: how often each image is expected in an epoch, see
+    `expected_copies`; None: once.
     """
 
     dataset_size: int
@@ -57,12 +58,12 @@ class TrainSampler:
 
     @property
     def every_size(self) -> tuple[tuple[int, int], ...]:
-        """Whatever `size_of` may give."""
+        """Returns all sizes that `size_of` may return."""
         return (*self.sizes, *([] if self.last_from is None else [self.last_size]))
 
     @cached_property
     def epoch_size(self) -> int:
-        """Samples of an epoch over all ranks."""
+        """Returns the samples of an epoch over all ranks."""
         return self.dataset_size if self.copies_N is None else epoch_size(self.copies_N)
 
     @property
@@ -77,85 +78,91 @@ class TrainSampler:
             yield from self.micro_batches(step)
 
     def size_of(self, step: int) -> tuple[int, int]:
-        """Height and width of every image of a step, on every rank."""
+        """Returns height and width of all images of a step, on every rank."""
         if self.last_from is not None and step >= self.last_from:
             return self.last_size
+        # Keyed by the step, so that a resumed run draws the same sizes on any number of ranks.
         choice = keyed_generator(self.seed, _SIZE, step).integers(len(self.sizes))
         height, width = self.sizes[int(choice)]
         return height, width
 
     def count(self, step: int) -> int:
-        """This rank's micro-batches of one optimizer step, padding included."""
+        """Counts the micro-batches of this rank in one optimizer step, padding included."""
         return len(self.numbers(step))
 
     def numbers(self, step: int) -> Sequence[int]:
-        """Which micro-batches of one optimizer step this rank takes.
+        """Returns the numbers of the micro-batches of one optimizer step that this rank takes.
 
-        A rank that keeps the others company has one beyond the last.
+        A rank with only padding gets a number beyond the last.
         """
-        images = self._images(step)
-        whole = min(self.batches.count * self.parts, images)
+        images = self._step_images(step)
+        count = min(self.batches.count * self.parts, images)
         if self.batches.spread:
-            return range(whole)
-        takers = self.batches.takers(whole, self.world)
-        return [at for at, rank in enumerate(takers) if rank == self.rank] or [whole + self.rank]
+            return range(count)
+        takers = self.batches.takers(count, self.world)
+        return [number for number, rank in enumerate(takers) if rank == self.rank] or [
+            count + self.rank
+        ]
 
     def shares(self, step: int) -> list[float]:
-        """What this rank has of each of its micro-batches; see `Batch.share`."""
+        """Returns this rank's share of each of its micro-batches; see `Batch.share`."""
         numbers = self.numbers(step)
         if not self.batches.spread:
             return [1.0] * len(numbers)
-        whole, rest = divmod(self._images(step), len(numbers))
-        sizes = [whole + (number < rest) for number in numbers]
+        base, remainder = divmod(self._step_images(step), len(numbers))
+        sizes = [base + (number < remainder) for number in numbers]
         takers = [self.batches.takers(size, self.world) for size in sizes]
         return [ranks.count(self.rank) * self.world / len(ranks) for ranks in takers]
 
-    def _images(self, step: int) -> int:
-        """Images of one optimizer step over all ranks."""
+    def _step_images(self, step: int) -> int:
+        """Returns the number of images of one optimizer step over all ranks."""
         total = self.batches.total_batch
         return min(total, self.epoch_size - step % self.steps_per_epoch * total)
 
     def micro_batches(self, step: int) -> list[list[SampleKey]]:
-        """This rank's keys of one optimizer step, one list per micro-batch."""
-        epoch, within = divmod(step, self.steps_per_epoch)
-        first = within * self.batches.total_batch
+        """Returns this rank's keys of one optimizer step, one list per micro-batch."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        first = step_in_epoch * self.batches.total_batch
         order = self._order(epoch)[first : first + self.batches.total_batch]
-        whole = np.array_split(order, min(self.batches.count * self.parts, len(order)))
+        # Split before ranks are known: what is in a micro-batch must not depend on them.
+        all_keys = np.array_split(order, min(self.batches.count * self.parts, len(order)))
         if self.batches.spread:
-            own = [self._share(each) for each in whole]
+            own_keys = [self._share(keys_B2) for keys_B2 in all_keys]
         else:
-            own = [whole[at] for at in self.numbers(step) if at < len(whole)] or [order[:0]]
+            own_keys = [
+                all_keys[number] for number in self.numbers(step) if number < len(all_keys)
+            ] or [order[:0]]
         height, width = self.size_of(step)
         return [
-            [SampleKey(epoch, index, height, width, copy) for index, copy in each.tolist()]
+            [SampleKey(epoch, index, height, width, copy) for index, copy in keys_B2.tolist()]
             or [SampleKey(epoch, -1, height, width)]
-            for each in own
+            for keys_B2 in own_keys
         ]
 
     def _share(self, keys_B2: np.ndarray) -> np.ndarray:
-        """What this rank takes of a micro-batch that is spread."""
+        """Returns this rank's share of a spread micro-batch."""
         takers = self.batches.takers(len(keys_B2), self.world)
         first = sum(rank < self.rank for rank in takers)
         return keys_B2[first : first + takers.count(self.rank)]
 
     def _order(self, epoch: int) -> np.ndarray:
-        """Image and copy at each position, int64 [epoch_size, 2].
+        """Returns image and copy at each position of an epoch, int64 [epoch_size, 2].
 
-        That of the last epoch is cached.
+        Caches that of the last epoch.
         """
         if epoch not in self._orders:
             self._orders.clear()
             if self.copies_N is None:
-                index_E = epoch_order(self.dataset_size, self.seed, epoch)
+                index_E = draw_epoch_order(self.dataset_size, self.seed, epoch)
                 self._orders[epoch] = np.stack([index_E, np.zeros_like(index_E)], axis=1)
             else:
-                self._orders[epoch] = repeated_order(self.copies_N, self.seed, epoch)
+                self._orders[epoch] = draw_repeated_order(self.copies_N, self.seed, epoch)
         return self._orders[epoch]
 
 
 @dataclass(frozen=True, eq=False)
 class EvalSampler:
-    """Keys of this rank's share of a set, without padding.
+    """A sampler of the keys of this rank's share of a set, without padding.
 
     Over all ranks every image comes once.
 
@@ -181,10 +188,10 @@ class EvalSampler:
             yield [SampleKey(0, index, height, width) for index in indices]
 
     def _batches(self) -> list[tuple[Sequence[int], tuple[int, int]]]:
-        """Image positions and input (height, width) of each batch."""
+        """Returns image positions and input (height, width) of each batch."""
         if self.shapes_N2 is None:
             share = range(self.rank, self.dataset_size, self.world)
-            return [(part, self.size) for part in _parts(share, self.batch_size)]
+            return [(part, self.size) for part in _chunks(share, self.batch_size)]
         members: dict[tuple[int, int], list[int]] = {}
         for index, (height, width) in enumerate(self.shapes_N2.tolist()):
             members.setdefault((height, width), []).append(index)
@@ -192,13 +199,13 @@ class EvalSampler:
         batches = [
             (part, shape)
             for shape in largest_first
-            for part in _parts(members[shape], self.batch_size)
+            for part in _chunks(members[shape], self.batch_size)
         ]
         return batches[self.rank :: self.world]
 
 
-def _parts(indices: Sequence[int], most: int) -> list[Sequence[int]]:
-    return [indices[first : first + most] for first in range(0, len(indices), most)]
+def _chunks(indices: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [indices[first : first + size] for first in range(0, len(indices), size)]
 
 
 def rectangular_shapes(
@@ -207,7 +214,7 @@ def rectangular_shapes(
     multiple: int,
     pad: float = 0.0,
 ) -> np.ndarray:
-    """Smallest inputs that letterbox each image as in `size`, int64 [N, 2].
+    """Computes the smallest inputs that letterbox each image as in `size`, int64 [N, 2].
 
     In such an input an image has the very pixels that it has in `size`, with less grey beside
     them: its shape depends only on the image, not on the rank or batch.
@@ -226,8 +233,8 @@ def rectangular_shapes(
     height_N, width_N = np.maximum(1, image_N2).T
     known_N1 = (image_N2 > 0).all(axis=1, keepdims=True)
     wide_N1 = (height_N * size[1] <= width_N * size[0])[:, None]  # the width limits
-    # The limiting side fills its own.  Each is a quotient of whole numbers, which is exact where it
-    # is one, lest an input be a hair smaller than its image needs and scale it down.
+    # Quotients of integers are exact if they are integers; a factor 1 / 3 would not be, and an
+    # input a hair too small would scale its image down.
     one_N = np.ones_like(height_N)
     over_N2 = np.where(
         wide_N1,
@@ -245,59 +252,58 @@ def rectangular_shapes(
 _UNIT = 2**32  # parts of one, for exact sums
 
 
-def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
-    """Permutation of an epoch, int64 [size].
+def draw_epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
+    """Draws the order of the images in an epoch, int64 [size].
 
     A function of seed and epoch alone.
     """
     return keyed_generator(seed, _ORDER, epoch).permutation(size)
 
 
-def repeated_order(copies_N: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """Shuffled image positions and copy numbers, int64 [epoch_size(copies_N), 2].
+def draw_repeated_order(copies_N: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """Draws shuffled image positions and copy numbers, int64 [epoch_size(copies_N), 2].
 
     A function of the three arguments alone.
 
     Args:
-        copies_N: how often each image is expected, see `copies`.
+        copies_N: the expected copies of each image, see `expected_copies`.
     """
     rng = keyed_generator(seed, _ORDER, epoch)
-    times_N = whole_copies(copies_N, rng.random())
+    times_N = draw_copies(copies_N, rng.random())
     index_E = np.repeat(np.arange(len(times_N)), times_N)
     first_E = np.repeat(np.cumsum(times_N) - times_N, times_N)
+    # Copies of an image are numbered, so that each has random numbers of its own.
     copy_E = np.arange(len(index_E)) - first_E
     return np.stack([index_E, copy_E], axis=1)[rng.permutation(len(index_E))]
 
 
 def epoch_size(copies_N: np.ndarray) -> int:
-    """Samples of every epoch: the expected number, rounded."""
+    """Returns the samples of every epoch: their expected number, rounded."""
     return math.floor(math.fsum(copies_N) + 0.5)
 
 
-def whole_copies(copies_N: np.ndarray, offset: float) -> np.ndarray:
-    """Times each image comes in one epoch, int64 [N].
+def draw_copies(copies_N: np.ndarray, offset: float) -> np.ndarray:
+    """Draws how often each image comes in one epoch, int64 [N]: the floor or ceil of copies_N.
 
-    Each is the floor or ceil of copies_N.
-
-    The fractions lie end to end on a line, and an image comes once more when one of offset,
-    offset + 1, offset + 2, ... falls on its own.  The sum is `epoch_size(copies_N)`.
+    The fractions lie end to end on a line, and an image comes once more if one of offset, offset +
+    1, offset + 2, ... falls on its own.  The sum is `epoch_size(copies_N)`.
 
     Args:
         offset: uniform in [0, 1).
     Source: Madow 1949, Ann. Math. Statist. 20(3): systematic sampling.
     """
     floor_N = np.floor(copies_N)
-    fraction_N = _with_sum(copies_N - floor_N, epoch_size(copies_N) - int(floor_N.sum()))
-    # In whole numbers: what is lost in adding must not give a turn to an image without a fraction.
+    fraction_N = _scale_to_sum(copies_N - floor_N, epoch_size(copies_N) - int(floor_N.sum()))
+    # In integers: a rounding error of the sum must not add a copy of an image without a fraction.
     end_N = np.rint(np.cumsum(fraction_N) * _UNIT).astype(np.int64)
     turns_N = -((int(offset * _UNIT) - end_N) // _UNIT)
     return floor_N.astype(np.int64) + np.diff(turns_N, prepend=0)
 
 
-def _with_sum(fraction_N: np.ndarray, wanted: int) -> np.ndarray:
-    """Fractions whose sum is made exactly `wanted`.
+def _scale_to_sum(fraction_N: np.ndarray, wanted: int) -> np.ndarray:
+    """Scales fractions in [0, 1) so that their sum is exactly `wanted`.
 
-    `wanted` is their own sum, rounded up or down.  What is 0 stays 0, so that an image that is to
+    `wanted` is their present sum, rounded up or down.  A 0 stays 0, so that an image that is to
     come exactly once does; none gets beyond 1.
     """
     total, open_N = math.fsum(fraction_N), fraction_N > 0
@@ -312,18 +318,17 @@ def _with_sum(fraction_N: np.ndarray, wanted: int) -> np.ndarray:
 # --- how often each image comes ------------------------------------------------------------------
 
 
-def copies(
+def expected_copies(
     dataset: DetectionSet, config: SamplingConfig, difficulty_C: Sequence[float] | None
 ) -> np.ndarray | None:
-    """Expected number of copies of each image per epoch, float64 [N].
-
-    None: exactly once (shuffle).
+    """Computes the expected number of copies of each image per epoch, float64 [N].
 
     Crowds count for nothing, since training leaves them out.
 
     Args:
-        difficulty_C: what `difficulty` gave for the last evaluation; None before the first, when
-            all classes are equally difficult.  Only used by `difficulty`.
+        difficulty_C: what `difficulty` returned for the last evaluation; None before the first,
+            when all classes are equally difficult.  Only used by `difficulty`.
+    Returns: None: exactly one of each (shuffle).
     Raises: ValueError: difficulty_C has not one number per class.
     """
     if config.name == "shuffle":
@@ -343,7 +348,7 @@ def copies(
 def repeat_factors(
     image_O: np.ndarray, label_O: np.ndarray, count: int, classes: int, threshold: float
 ) -> np.ndarray:
-    """Images of rare classes more often, float64 [count], each 1 at least.
+    """Computes how often each image is repeated for its rare classes, float64 [count], >= 1.
 
         r_i = max(1, max over its classes c of sqrt(threshold / f_c)),  f_c = images with c / images
 
@@ -351,6 +356,7 @@ def repeat_factors(
         image_O, label_O: image and class of each object.
     Source: Gupta et al. 2019, arXiv:1908.03195, section 4 (repeat factor sampling).
     """
+    # Pairs as single numbers, as np.unique of rows is many times slower.
     shown_CN = np.unique(label_O * count + image_O)  # each class once an image
     share_C = np.bincount(shown_CN // count, minlength=classes) / count
     with np.errstate(divide="ignore"):
@@ -363,7 +369,7 @@ def repeat_factors(
 def difficulty_copies(
     image_O: np.ndarray, label_O: np.ndarray, count: int, difficulty_C: np.ndarray
 ) -> np.ndarray:
-    """Copies by difficulty and rarity of classes, float64 [count], mean 1.
+    """Computes copies by difficulty and rarity of the classes, float64 [count], mean 1.
 
     Images with many objects of difficult or rare classes come more often:
 
@@ -387,9 +393,9 @@ def difficulty_copies(
 
 
 def difficulty(ap_C: Sequence[float | None]) -> np.ndarray:
-    """d_c = (1 - AP_c)^2, float64 [C].
+    """Computes the difficulty of each class, d_c = (1 - AP_c)^2, float64 [C].
 
-    A class that the evaluated set has no object of (None, NaN, or -1 as in COCO) is as difficult as
+    A class without an object in the evaluated set (None, NaN, or -1 as in COCO) is as difficult as
     the mean AP of the others.
     """
     ap = np.asarray(ap_C, np.float64)

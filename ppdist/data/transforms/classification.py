@@ -20,11 +20,11 @@ from ppdist.data.transforms.geometry import (
     GeometryParams,
     flip,
     flip_vertical,
-    place,
+    place_window,
     random_interpolation,
     random_turn,
     render,
-    turned_pixels,
+    turn_image,
 )
 from ppdist.data.transforms.pipeline import EvalSamples, TrainSamples
 from ppdist.data.types import Sample, SampleKey, keyed_generator
@@ -36,10 +36,10 @@ _TRIES = 10
 
 class ClassifyTrainSamples(TrainSamples):
     def make(self, key: SampleKey) -> Sample:
-        index, image_HW3 = self._next_good(key.index)
+        index, image_HW3 = self._next_readable(key.index)
         rng = keyed_generator(self._seed, _AUGMENT, *key.rng_key)
         augment = self._augment_in(key.epoch)
-        image_HW3 = turned_pixels(image_HW3, random_turn(augment.rotate90, rng))
+        image_HW3 = turn_image(image_HW3, random_turn(augment.rotate90, rng))
         height, width = image_HW3.shape[:2]
         size = key.height, key.width
         window = centred_part(width, height, size)
@@ -55,7 +55,7 @@ class ClassifyTrainSamples(TrainSamples):
         interpolation = random_interpolation(augment.random_interpolation, rng)
         input_HW3 = render(image_HW3, placement, interpolation, colours_34)
         sample = _sample(input_HW3, self._dataset.records[index].labels_M, index)
-        # Whatever is hidden of the input, it keeps its class.
+        # Hidden pixels may not change the class: only the image is taken over.
         sample = replace(sample, image_HW3=augment_pixels(sample, augment, rng).image_HW3)
         return self._with_seed(key, sample)
 
@@ -64,7 +64,7 @@ class ClassifyEvalSamples(EvalSamples):
     def _sample(self, key: SampleKey, input_HW3: np.ndarray) -> Sample:
         return _sample(input_HW3, self._dataset.records[key.index].labels_M, key.index)
 
-    def _seen(self, image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    def _resize_input(self, image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         return resize_centre(image_HW3, size)
 
     def learnable(self, key: SampleKey) -> tuple[np.ndarray, np.ndarray]:
@@ -78,16 +78,16 @@ def _sample(input_HW3: np.ndarray, labels_M: np.ndarray, index: int) -> Sample:
     return Sample(input_HW3, everything_14, labels_M[:1], index)
 
 
-def random_part(width: int, height: int, least: float, rng: np.random.Generator) -> np.ndarray:
-    """Random part (x1, y1, x2, y2) of an image, in whole pixels.
+def random_part(width: int, height: int, min_scale: float, rng: np.random.Generator) -> np.ndarray:
+    """Draws a part (x1, y1, x2, y2) of an image, in whole pixels.
 
-    Its area is uniform between least ** 2 and 1 times the image's, its aspect (width / height)
-    log-uniform in 3/4 to 4/3.  Where ten such do not fit, the largest centred part of an aspect in
-    that range.
+    Its area is uniform between min_scale ** 2 and 1 times the image's, its aspect (width / height)
+    log-uniform in 3/4 to 4/3.  If ten such parts do not fit, returns the largest centred part whose
+    aspect is in that range.
     """
     low, high = _ASPECTS
     for _ in range(_TRIES):
-        pixels = rng.uniform(least**2, 1) * width * height
+        pixels = rng.uniform(min_scale**2, 1) * width * height
         aspect = math.exp(rng.uniform(math.log(low), math.log(high)))
         wide, tall = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
         if 0 < wide <= width and 0 < tall <= height:
@@ -98,7 +98,7 @@ def random_part(width: int, height: int, least: float, rng: np.random.Generator)
 
 
 def centred_part(width: int, height: int, shape: tuple[float, float]) -> np.ndarray:
-    """Largest centred part (x1, y1, x2, y2) with the aspect of `shape`.
+    """Returns the largest centred part (x1, y1, x2, y2) with the aspect of `shape`.
 
     Args: shape: (height, width).
     """
@@ -110,7 +110,7 @@ def centred_part(width: int, height: int, shape: tuple[float, float]) -> np.ndar
 
 
 def resize_centre(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Largest centred part with the aspect of `size`, resized to it.
+    """Resizes the largest centred part with the aspect of `size` to it.
 
     The resize is linear.  This is what evaluation and inference see: a centre crop of the short
     side.
@@ -119,4 +119,4 @@ def resize_centre(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """
     height, width = image_HW3.shape[:2]
     window = centred_part(width, height, size)
-    return render(image_HW3, place(window, width, height, size), cv2.INTER_LINEAR)
+    return render(image_HW3, place_window(window, width, height, size), cv2.INTER_LINEAR)

@@ -1,8 +1,8 @@
 """Pixel augmentations: colours, blur, grey, erase.
 
-A new one is a key of `data.augment`, a function here, and its row of `PIXEL_STEPS`.  Where pixels
-are hidden, objects of which too little is left go; the boxes of others shrink to what is still to
-be seen.
+A new one is a key of `data.augment`, a function here, and its row of `PIXEL_STEPS`.  If pixels are
+hidden, objects of which too little is visible are dropped; the boxes of the others shrink to their
+visible part.
 
 Sources: random erasing (Zhong et al. 2017, arXiv:1708.04896, section 3.2), of the whole image.
 Changes of colour (`distort`) are those of SSD, of HSV those of YOLOv5.
@@ -19,7 +19,7 @@ from ppdist.config.augment import AugmentConfig
 from ppdist.data.types import Sample
 
 _BLUR = (0.5, 2.0)  # standard deviation, input pixels
-_STRIP = 64  # rows at once: what three steps in a row work on stays in the cache, twice as fast
+_STRIP = 64  # rows at once: they stay in the CPU cache for all three operations, twice as fast
 _ERASED = (0.02, 0.2)  # of the input's area
 _ASPECTS = (0.3, 1 / 0.3)
 _LEAST_LEFT = 1 / 3  # of a box's pixels: with less, the object is dropped
@@ -28,13 +28,14 @@ _YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.321], [0.211, -0.523,
 
 
 def random_colours(chance: float, rng: np.random.Generator) -> np.ndarray | None:
-    """Random colour change as one matrix [3, 4]; None: no change.
+    """Draws a colour change as one matrix [3, 4]; None: no change.
 
     It acts on (R, G, B, 1) and combines brightness, contrast, saturation and hue.  Saturation
     scales and hue turns the colour plane (I, Q) of YIQ, so all four are linear and one rounding
     suffices; they commute with the resize and run on the smaller image.
     """
     brightness_on, contrast_on, saturation_on, hue_on = rng.random(4) < chance
+    # All numbers are drawn, used or not, so that later ones do not depend on `chance`.
     shift = rng.uniform(-32, 32) * brightness_on
     gain = 1 + rng.uniform(-0.5, 0.5) * contrast_on
     saturation = 1 + rng.uniform(-0.5, 0.5) * saturation_on
@@ -49,12 +50,12 @@ def random_colours(chance: float, rng: np.random.Generator) -> np.ndarray | None
 
 
 def recolour_hsv(image_HW3: np.ndarray, change: tuple[float, float, float]) -> np.ndarray:
-    """RGB image with hue, saturation and value changed.
+    """Changes hue, saturation and value of an RGB image.
 
-    Hue turns by a share of the circle, within +-0.4; saturation and value change by shares of
-    themselves.  A linear map of (H, S, V) that saturates, in a ninth of the time of a table.  What
-    it adds to a hue must not lead below 0, so a turn back is one forth with red and blue exchanged,
-    which turns the circle over.
+    Rotates hue by a share of the circle, within +-0.4; changes saturation and value by shares of
+    themselves.  A linear map of (H, S, V) that saturates takes a ninth of the time of a lookup
+    table.  It must not make a hue negative, so a rotation backwards is done forwards with red and
+    blue exchanged, which reverses the circle.
     """
     turn, saturation, value = change
     to_hsv, to_rgb = cv2.COLOR_RGB2HSV, cv2.COLOR_HSV2RGB
@@ -70,11 +71,15 @@ def recolour_hsv(image_HW3: np.ndarray, change: tuple[float, float, float]) -> n
     return recoloured_HW3
 
 
-def erased(image_HW3: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Image with a random rectangle of noise; hidden_HW: 1 in it.
+def erase_rectangle(
+    image_HW3: np.ndarray, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fills a random rectangle with noise.
 
     Its area is uniform in 2 to 20 % of the image's, its aspect log-uniform in 0.3 to 3.3; it lies
     inside the image.
+
+    Returns: the image and hidden_HW, uint8: 1 in the rectangle.
     """
     height, width = image_HW3.shape[:2]
     pixels = rng.uniform(*_ERASED) * height * width
@@ -113,11 +118,11 @@ def grey(sample: Sample, augment: AugmentConfig, rng: np.random.Generator) -> Sa
 def erase(sample: Sample, augment: AugmentConfig, rng: np.random.Generator) -> Sample:
     if not (augment.erase and rng.random() < augment.erase):
         return sample
-    image_HW3, hidden_HW = erased(sample.image_HW3, rng)
-    return behind(replace(sample, image_HW3=image_HW3), hidden_HW)
+    image_HW3, hidden_HW = erase_rectangle(sample.image_HW3, rng)
+    return drop_hidden_objects(replace(sample, image_HW3=image_HW3), hidden_HW)
 
 
-# In the order in which they happen, after several images were combined.  Each is named like its key
+# In order of application, after several images were combined.  Each is named like its key
 # of `data.augment`.  A step that is off draws no random number, so that the samples of other
 # configurations stay.
 PIXEL_STEPS: tuple[Callable[[Sample, AugmentConfig, np.random.Generator], Sample], ...] = (
@@ -134,21 +139,22 @@ def augment_pixels(sample: Sample, augment: AugmentConfig, rng: np.random.Genera
     return sample
 
 
-def behind(sample: Sample, hidden_HW: np.ndarray) -> Sample:
-    """Sample with only the objects still seen beside hidden pixels."""
-    boxes_M4, keep_M = left_of(sample.boxes_M4, hidden_HW)
+def drop_hidden_objects(sample: Sample, hidden_HW: np.ndarray) -> Sample:
+    """Drops the objects of a sample that are hidden, and shrinks the others to what is visible."""
+    boxes_M4, keep_M = clip_to_visible(sample.boxes_M4, hidden_HW)
     return replace(sample, boxes_M4=boxes_M4[keep_M], labels_M=sample.labels_M[keep_M])
 
 
-def left_of(boxes_M4: np.ndarray, hidden_HW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Boxes shrunk to their visible part, and keep_M: which stay objects.
+def clip_to_visible(boxes_M4: np.ndarray, hidden_HW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Shrinks boxes to their visible part.
 
-    An object stays when a third of its box is still seen, 2 pixels a side.  A side moves only past
-    rows or columns that are hidden all along the box.
+    A side moves only past rows or columns that are hidden all along the box.
 
     Args:
         boxes_M4: float32, xyxy, pixels of the input.
         hidden_HW: uint8, not 0 where the input shows something else.
+    Returns: boxes_M4 and keep_M, which stay objects: a third of the box is visible, with at least 2
+        pixels along each side.
     """
     boxes_M4, keep_M = boxes_M4.copy(), np.ones(len(boxes_M4), bool)
     for number, box in enumerate(boxes_M4):

@@ -4,8 +4,8 @@
     no matrix: window -> ResizeParams -> one resize of one part -> colours -> mirror
     a matrix, or a mosaic: image -> its place on a canvas -> the matrix -> input, in one warp
 
-Where an image lies in the input is settled on its boxes before any pixel is touched, and matrices
-are multiplied first, so an image is resampled once, straight into its part of the input.  Matrices
+The view of an image is decided from its boxes before any pixel is touched, and matrices are
+multiplied first, so an image is resampled once, straight into its part of the input.  Matrices
 are 3x3 on columns (x, y, 1) and count edges: the first pixel is 0..1, as in boxes.  Randomness
 comes from the generator handed in, keyed by (seed, epoch, index): a sample looks the same whichever
 rank or worker makes it.
@@ -61,18 +61,18 @@ class SourceImage:
     def of(
         cls, index: int, image_HW3: np.ndarray, reduced: int, record: ImageRecord, turn: int
     ) -> "SourceImage":
-        """Source image turned by `turn`, from a reduced one.
+        """Builds the source image of a record, turned by `turn`.
 
         Args: image_HW3: of `record`, reduced, not yet turned; turn: see `random_turn`.
         """
-        width, height = turned_sides(record, turn)
+        width, height = sides_after_turn(record, turn)
         alone_M = ~record.crowd_M
         boxes_M4, outlines_M = record.boxes_M4[alone_M], record.polygons_M
         if outlines_M:
             outlines_M = tuple(outlines_M[number] for number in np.flatnonzero(alone_M))
         if turn:
             turn_33 = _turn_matrix(turn, record)
-            image_HW3 = turned_pixels(image_HW3, turn)
+            image_HW3 = turn_image(image_HW3, turn)
             ends_M22 = map_points(boxes_M4.reshape(-1, 2, 2).astype(np.float64), turn_33)
             boxes_M4 = np.concatenate([ends_M22.min(1), ends_M22.max(1)], 1).astype(np.float32)
             outlines_M = tuple(
@@ -84,7 +84,10 @@ class SourceImage:
 
 
 def _turn_matrix(turn: int, record: ImageRecord) -> np.ndarray:
-    """Pixels of the image -> pixels of the turned one, edges counted."""
+    """Returns the matrix of a turn: pixels of the image -> pixels of the turned one.
+
+    Edges are counted, not middles of pixels.
+    """
     width, height = record.width, record.height
     rows = {
         1: [[0, -1, height], [1, 0, 0]],
@@ -95,17 +98,17 @@ def _turn_matrix(turn: int, record: ImageRecord) -> np.ndarray:
 
 
 def random_turn(chance: float, rng: np.random.Generator) -> int:
-    """Quarter turns clockwise, 0 to 3; draws nothing if `chance` is 0."""
+    """Draws the quarter turns clockwise, 0 to 3; draws nothing if `chance` is 0."""
     return int(rng.integers(1, 4)) if chance and rng.random() < chance else 0
 
 
-def turned_sides(record: ImageRecord, turn: int) -> tuple[int, int]:
-    """(width, height) after a number of quarter turns."""
+def sides_after_turn(record: ImageRecord, turn: int) -> tuple[int, int]:
+    """Returns (width, height) of an image after a number of quarter turns."""
     return (record.height, record.width) if turn % 2 else (record.width, record.height)
 
 
-def turned_pixels(image_HW3: np.ndarray, turn: int) -> np.ndarray:
-    """The image after a number of quarter turns clockwise."""
+def turn_image(image_HW3: np.ndarray, turn: int) -> np.ndarray:
+    """Turns an image by a number of quarter turns clockwise."""
     return cv2.rotate(image_HW3, _TURNS[turn]) if turn else image_HW3
 
 
@@ -122,10 +125,10 @@ _SMALLEST_SIDE = 1.0  # input pixels: a smaller rest of a box is dropped
 
 
 class ResizeParams(NamedTuple):
-    """Part of the original that fills a part of the input.
+    """A part of the original and the part of the input that it fills.
 
-    Both parts are in whole pixels x1 y1 x2 y2.  What the part does not fill is `fill` (RGB).
-    mirror_x, mirror_y: the input is mirrored at last.
+    Both parts are in whole pixels x1 y1 x2 y2.  The rest of the input is `fill` (RGB).
+    mirror_x, mirror_y: the input is mirrored last.
     """
 
     source: tuple[int, int, int, int]
@@ -138,20 +141,20 @@ class ResizeParams(NamedTuple):
 
     @property
     def scale(self) -> tuple[float, float]:
-        """(y, x): pixels of the input for one of the original."""
+        """Returns (y, x): pixels of the input for one of the original."""
         x1, y1, x2, y2 = self.source
         left, top, right, bottom = self.target
         return (bottom - top) / (y2 - y1), (right - left) / (x2 - x1)
 
     @property
     def matrix_33(self) -> np.ndarray:
-        """Pixels of the original -> pixels of the input, mirrored as said."""
+        """Returns the matrix: pixels of the original -> pixels of the input, mirrors included."""
         scale = -1 if self.mirror_x else 1, -1 if self.mirror_y else 1
         start = self.width * self.mirror_x, self.height * self.mirror_y
-        return moved(scale=scale, to=start) @ between(self.source, self.target)
+        return scale_shift_matrix(scale=scale, to=start) @ box_matrix(self.source, self.target)
 
 
-def whole(width: int, height: int, size: tuple[int, int]) -> ResizeParams:
+def stretch_image(width: int, height: int, size: tuple[int, int]) -> ResizeParams:
     """Stretches the whole image to the input, as PP-YOLOE evaluates.
 
     Args: size: (height, width) of the input.
@@ -182,7 +185,7 @@ def letterbox(
     return ResizeParams((0, 0, width, height), target, *size, fill=GREY)
 
 
-def fitted(
+def fit_image(
     width: int,
     height: int,
     size: tuple[int, int],
@@ -197,7 +200,7 @@ def fitted(
     """
     if resize == "letterbox":
         return letterbox(width, height, size, within)
-    return whole(width, height, size)
+    return stretch_image(width, height, size)
 
 
 def resize_for_evaluation(
@@ -218,18 +221,18 @@ def resize_for_evaluation(
     if resize == "stretch_antialiased":
         return antialiased(image_HW3, (size[1], size[0]))
     interpolation = cv2.INTER_LINEAR if resize == "letterbox" else cv2.INTER_CUBIC
-    return render(image_HW3, fitted(width, height, size, resize, within), interpolation)
+    return render(image_HW3, fit_image(width, height, size, resize, within), interpolation)
 
 
-def grown(window: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Smallest window (x1, y1, x2, y2) shaped like the input around another."""
+def pad_to_aspect(window: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Returns the smallest window (x1, y1, x2, y2) around another with the aspect of the input."""
     sides = window[2:] - window[:2]
     shape = np.array([size[1], size[0]], np.float64)
     room = shape * (sides / shape).max() - sides
     return np.concatenate([window[:2] - room / 2, window[2:] + room / 2])
 
 
-def place(
+def place_window(
     window: np.ndarray, width: int, height: int, size: tuple[int, int], reduced: int = 1
 ) -> ResizeParams:
     """Rounds a window to whole pixels of image and input.
@@ -241,8 +244,10 @@ def place(
         reduced: of the image to be rendered: the window is rounded to its pixels.
     """
     limit = np.array([width, height])
+    # Outwards, so that the window loses no pixel of the image.
     low, high = np.floor(window[:2] / reduced), np.ceil(window[2:] / reduced)
     low, high = (low * reduced).clip(0, limit - 1), (high * reduced).clip(1, limit)
+    # One pixel at least, even of a window beside the image.
     high = np.maximum(high, low + 1)
     scale = np.array([size[1], size[0]]) / (window[2:] - window[:2])
     target_low = np.rint((low - window[:2]) * scale).clip(0, [size[1] - 1, size[0] - 1])
@@ -253,9 +258,10 @@ def place(
 
 
 def map_boxes(boxes_M4: np.ndarray, placement: ResizeParams) -> tuple[np.ndarray, np.ndarray]:
-    """Boxes in input pixels, clipped to the visible, and keep_M.
+    """Maps boxes to input pixels and clips them to the part that the image fills.
 
-    keep_M: which are still objects: the centre is seen and both sides have a pixel at least.
+    Returns: boxes [M, 4] and keep_M, which are still objects: the centre is visible and both sides
+        have at least a pixel.
     """
     source, target = np.array(placement.source, np.float64), np.array(placement.target, np.float64)
     scale = (target[2:] - target[:2]) / (source[2:] - source[:2])
@@ -265,6 +271,7 @@ def map_boxes(boxes_M4: np.ndarray, placement: ResizeParams) -> tuple[np.ndarray
     seen_M = ((centre_M2 > target[:2]) & (centre_M2 < target[2:])).all(1)
     keep_M = seen_M & (cut_M22[:, 1] - cut_M22[:, 0] >= _SMALLEST_SIDE).all(1)
     if placement.mirror_x:
+        # Mirrored, the last corner is the first.
         cut_M22[:, :, 0] = placement.width - cut_M22[:, ::-1, 0]
     if placement.mirror_y:
         cut_M22[:, :, 1] = placement.height - cut_M22[:, ::-1, 1]
@@ -278,12 +285,12 @@ def render(
     colours_34: np.ndarray | None = None,
     reduced: int = 1,
 ) -> np.ndarray:
-    """The input image, uint8 RGB [placement.height, placement.width, 3].
+    """Renders the input, uint8 RGB [placement.height, placement.width, 3].
 
     Args:
         image_HW3: the image, or with `reduced` a reduction of it (see `read_image`).
-        interpolation: one of OpenCV's.
-        colours_34: what `random_colours` gave; applied to the image, not to what lies beside it.
+        interpolation: OpenCV's constant.
+        colours_34: what `random_colours` gave; applied to the image, not to the fill beside it.
     """
     x1, y1, x2, y2 = placement.source
     left, top, right, bottom = placement.target
@@ -303,12 +310,12 @@ def render(
 
 
 def _flip_code(mirror_x: bool, mirror_y: bool) -> int:
-    """OpenCV's: 1 left to right, 0 top to bottom, -1 both."""
+    """Returns the flip code of OpenCV: 1 left to right, 0 top to bottom, -1 both."""
     return -1 if mirror_x and mirror_y else int(mirror_x)
 
 
 def random_interpolation(on: bool, rng: np.random.Generator) -> int:
-    """One of OpenCV's; linear, and nothing is drawn, where it is off."""
+    """Draws one of OpenCV's interpolations; if off, draws nothing and returns the linear one."""
     return _INTERPOLATIONS[rng.integers(len(_INTERPOLATIONS))] if on else cv2.INTER_LINEAR
 
 
@@ -319,15 +326,15 @@ _CROP_TRIES = 50
 
 
 class GeometryParams(NamedTuple):
-    """What the input shows of an image or a mosaic.
+    """The view of an image or a mosaic that the input shows.
 
     width, height: of the image, or of the mosaic's canvas, in pixels.
     size: (height, width) of the input.
     boxes_M4: of the image's objects, xyxy in its pixels; none of a mosaic's.
     window: the part of the image that fills the input, x1 y1 x2 y2; it may reach beyond the image.
         None: a mosaic, whose images have places of their own.
-    matrix_33: moves what the input shows, in input pixels from its middle; None: it stays.
-    mirror_x, mirror_y: the input is mirrored at last.
+    matrix_33: applied to the view, in input pixels from its middle; None: none.
+    mirror_x, mirror_y: the input is mirrored last.
     """
 
     width: int
@@ -343,42 +350,44 @@ class GeometryParams(NamedTuple):
     def of_image(
         cls, boxes_M4: np.ndarray, width: int, height: int, size: tuple[int, int]
     ) -> "GeometryParams":
-        """All of an image."""
+        """Creates the view of a whole image."""
         return cls(width, height, size, boxes_M4, np.array([0.0, 0.0, width, height]))
 
     def moved_by(self, matrix_33: np.ndarray) -> "GeometryParams":
-        """The same with one more matrix, about the middle, input pixels."""
+        """Returns the view with one more matrix, in input pixels from its middle."""
         if self.matrix_33 is not None:
             matrix_33 = matrix_33 @ self.matrix_33
         return self._replace(matrix_33=matrix_33)
 
     @property
     def view_33(self) -> np.ndarray:
-        """Pixels of canvas or placed window -> pixels of the input."""
+        """Returns the matrix: pixels of the canvas or the placed window -> pixels of the input."""
         target = np.array(self.size[::-1]) / 2
         middle = np.array([self.width, self.height]) / 2 if self.window is None else target
         mirror = np.where([self.mirror_x, self.mirror_y], -1.0, 1.0)
         moved_33 = np.eye(3) if self.matrix_33 is None else self.matrix_33
-        return moved(scale=mirror, to=target) @ moved_33 @ moved(to=-middle)
+        return (
+            scale_shift_matrix(scale=mirror, to=target) @ moved_33 @ scale_shift_matrix(to=-middle)
+        )
 
     def placement(self, resize: Resize, reduced: int = 1) -> ResizeParams:
-        """The window of an image in the input, not mirrored.
+        """Places the window of an image in the input, not mirrored.
 
-        Args: reduced: a part of the image begins and ends at multiples of so many of its pixels.
+        Args: reduced: the source part begins and ends at multiples of this many pixels.
         """
         assert self.window is not None, "a mosaic has none"
         if resize != "letterbox":
-            return place(self.window, self.width, self.height, self.size, reduced)
+            return place_window(self.window, self.width, self.height, self.size, reduced)
         if np.array_equal(self.window, [0, 0, self.width, self.height]):
             return letterbox(self.width, self.height, self.size)  # the very pixels of evaluation
-        around = grown(self.window, self.size)
-        return place(around, self.width, self.height, self.size, reduced)._replace(fill=GREY)
+        window = pad_to_aspect(self.window, self.size)
+        return place_window(window, self.width, self.height, self.size, reduced)._replace(fill=GREY)
 
 
 def expand(
     params: GeometryParams, augment: AugmentConfig, rng: np.random.Generator
 ) -> GeometryParams:
-    """Random window around the present one, up to expand_most as long."""
+    """Enlarges the window by a random factor up to expand_most, at a random position."""
     if params.window is None or rng.random() >= augment.expand:
         return params
     sides = params.window[2:] - params.window[:2]
@@ -390,10 +399,11 @@ def expand(
 def crop(
     params: GeometryParams, augment: AugmentConfig, rng: np.random.Generator
 ) -> GeometryParams:
-    """Random part of the window whose IoU with some box suffices.
+    """Narrows the window to a random part whose IoU with some box reaches a threshold.
 
-    Thresholds are tried in random order, each with 50 random parts of aspect 0.5 to 2; the part
-    holds the centre of a box, at least.  One of the thresholds, and failing at all, is no crop.
+    Tries the thresholds in random order, each with 50 random parts of aspect 0.5 to 2; a part must
+    contain the centre of at least one box.  Does not crop if the threshold None comes first or all
+    others fail.
     """
     window, boxes_M4 = params.window, params.boxes_M4
     if window is None or rng.random() >= augment.crop or not len(boxes_M4):
@@ -405,6 +415,7 @@ def crop(
         if overlap is None:
             break
         scale_T = rng.uniform(augment.crop_least, 1.0, _CROP_TRIES)
+        # Only aspects with which both sides fit into the window.
         aspect_T = rng.uniform(np.maximum(0.5, scale_T**2), np.minimum(2.0, scale_T**-2))
         part_T2 = np.stack([scale_T * np.sqrt(aspect_T), scale_T / np.sqrt(aspect_T)], 1) * sides
         corner_T2 = window[:2] + rng.random((_CROP_TRIES, 2)) * (sides - part_T2)
@@ -433,10 +444,10 @@ def flip_vertical(
 def affine(
     params: GeometryParams, augment: AugmentConfig, rng: np.random.Generator
 ) -> GeometryParams:
-    """Random turn, zoom, slant, shift and tilt about the middle."""
+    """Adds a random rotation, zoom, shear, shift and perspective about the middle."""
     config = augment.affine
     if not config.moves and params.window is not None:
-        return params  # a mosaic has always drawn these numbers, and its samples stay
+        return params  # a mosaic always draws these numbers, so that seeds keep their samples
     angle = np.deg2rad(rng.uniform(-config.rotate, config.rotate))
     gain = rng.uniform(1 - config.scale, 1 + config.scale)
     slant_x, slant_y = np.tan(np.deg2rad(rng.uniform(-config.shear, config.shear, 2)))
@@ -449,11 +460,11 @@ def affine(
     if config.perspective:
         tilt = rng.uniform(-config.perspective, config.perspective, 2)
         tilt_33[2, :2] = tilt / (sides / 2)  # of points in halves of the input
-    return params.moved_by(moved(to=shift) @ slant_33 @ turn_33 @ tilt_33)
+    return params.moved_by(scale_shift_matrix(to=shift) @ slant_33 @ turn_33 @ tilt_33)
 
 
-# In the order in which they happen.  Each is named like its key of `data.augment`, draws what it
-# needs and gives the parameters on; a mosaic has no window, which is for `expand` and `crop` alone.
+# In order of application.  Each is named like its key of `data.augment`, draws what it needs and
+# returns the new parameters; a mosaic has no window, so `expand` and `crop` skip it.
 # A new step is a function and a row.  It draws nothing where its key is 0, so that the samples of
 # other configurations stay.
 GEOMETRY_STEPS: tuple[
@@ -471,7 +482,7 @@ def random_geometry(
 
 # --- drawing through a matrix --------------------------------------------------------------------
 
-# Of what a view shows of a box; smaller or longer objects are dropped.
+# Limits for the visible part of a box; smaller or longer objects are dropped.
 _LEAST_SIDE = 2.0  # input pixels
 _LEAST_SEEN = 0.1  # of the box's area
 _MOST_ASPECT = 100.0
@@ -490,26 +501,31 @@ def paste(
     Args:
         source: the part (x1, y1, x2, y2), pixels of the image.
         matrix_33: pixels of the image -> pixels of the input.
-    Returns: the same, as it was drawn: enlarged twice at most and upright, whole pixels are resized
-        to whole pixels, which takes a third of the time of a warp.  Where two pixels of the image
-        are seen at least, that moves nothing by more than a pixel and a half.
+    Returns: the matrix that was drawn.  An upright part enlarged at most twice is resized from
+        whole pixels to whole pixels, which takes a third of the time of a warp and, if at least
+        two pixels of the image are visible, moves nothing by more than a pixel and a half.
     """
-    left, top, right, bottom = covered(source, matrix_33, input_HW3.shape[:2])
+    left, top, right, bottom = bounding_pixels(source, matrix_33, input_HW3.shape[:2])
     if left >= right or top >= bottom:
         return matrix_33
     target_HW3 = input_HW3[top:bottom, left:right]
-    upright = _keeps_upright(matrix_33)
+    upright = _is_upright(matrix_33)
     if upright and max(abs(matrix_33[0, 0]), abs(matrix_33[1, 1])) <= _MOST_ROUNDED:
         return _resize(image_HW3, matrix_33, target_HW3, left, top)
     # OpenCV counts the middles of pixels, half a pixel from their edges.
-    to_middles_33 = moved(to=(-left - 0.5, -top - 0.5)) @ matrix_33 @ moved(to=(0.5, 0.5))
+    to_middles_33 = (
+        scale_shift_matrix(to=(-left - 0.5, -top - 0.5))
+        @ matrix_33
+        @ scale_shift_matrix(to=(0.5, 0.5))
+    )
     if upright:  # the middles of these very pixels lie inside
         _warp(image_HW3, to_middles_33, target_HW3)
         return matrix_33
     part_HW3 = np.empty_like(target_HW3)
     _warp(image_HW3, to_middles_33, part_HW3)
+    # The warp fills all of its rectangle; only pixels inside the outline belong to the image.
     inside_HW = np.zeros(part_HW3.shape[:2], np.uint8)
-    outline_42 = (corners(source, matrix_33) - [left + 0.5, top + 0.5]) * 2**_SUBPIXELS
+    outline_42 = (map_corners(source, matrix_33) - [left + 0.5, top + 0.5]) * 2**_SUBPIXELS
     cv2.fillConvexPoly(inside_HW, np.rint(outline_42).astype(np.int32), 1, shift=_SUBPIXELS)
     cv2.copyTo(part_HW3, inside_HW, target_HW3)
     return matrix_33
@@ -522,8 +538,12 @@ def _resize(
     (scale_x, _, shift_x), (_, scale_y, shift_y), _ = matrix_33.tolist()
     size = out_HW3.shape[1], out_HW3.shape[0]
     right, bottom = left + size[0], top + size[1]
-    x1, x2 = _span((left - shift_x) / scale_x, (right - shift_x) / scale_x, image_HW3.shape[1])
-    y1, y2 = _span((top - shift_y) / scale_y, (bottom - shift_y) / scale_y, image_HW3.shape[0])
+    x1, x2 = _order_span(
+        (left - shift_x) / scale_x, (right - shift_x) / scale_x, image_HW3.shape[1]
+    )
+    y1, y2 = _order_span(
+        (top - shift_y) / scale_y, (bottom - shift_y) / scale_y, image_HW3.shape[0]
+    )
     mirror_x, mirror_y = scale_x < 0, scale_y < 0
     if mirror_x or mirror_y:
         part_HW3 = cv2.resize(image_HW3[y1:y2, x1:x2], size, interpolation=cv2.INTER_LINEAR)
@@ -532,13 +552,13 @@ def _resize(
         cv2.resize(image_HW3[y1:y2, x1:x2], size, dst=out_HW3, interpolation=cv2.INTER_LINEAR)
     target_x = (right, left) if mirror_x else (left, right)
     target_y = (bottom, top) if mirror_y else (top, bottom)
-    return between((x1, y1, x2, y2), (target_x[0], target_y[0], target_x[1], target_y[1]))
+    return box_matrix((x1, y1, x2, y2), (target_x[0], target_y[0], target_x[1], target_y[1]))
 
 
-def _span(one: float, other: float, limit: int) -> tuple[int, int]:
-    """Both numbers in order, in whole pixels, one apart at least."""
-    low = min(max(round(min(one, other)), 0), limit - 1)
-    return low, min(max(round(max(one, other)), low + 1), limit)
+def _order_span(first: float, second: float, limit: int) -> tuple[int, int]:
+    """Rounds two coordinates to whole pixels in [0, limit], in order and at least one apart."""
+    low = min(max(round(min(first, second)), 0), limit - 1)
+    return low, min(max(round(max(first, second)), low + 1), limit)
 
 
 def _warp(image_HW3: np.ndarray, matrix_33: np.ndarray, out_HW3: np.ndarray) -> None:
@@ -554,52 +574,51 @@ def _warp(image_HW3: np.ndarray, matrix_33: np.ndarray, out_HW3: np.ndarray) -> 
     )
 
 
-def covered(
+def bounding_pixels(
     source: Sequence[float], matrix_33: np.ndarray, size: tuple[int, ...]
 ) -> tuple[int, int, int, int]:
-    """Pixels left, top, right, bottom of the input around a part.
+    """Computes left, top, right, bottom of the input pixels around a mapped part.
 
     Args: as of `paste`; size: (height, width) of the input.
-    Returns: left >= right or top >= bottom where nothing of it is seen.
+    Returns: left >= right or top >= bottom if no part of it is visible.
     """
-    if _keeps_upright(matrix_33):
+    if _is_upright(matrix_33):
         (scale_x, _, shift_x), (_, scale_y, shift_y), _ = matrix_33.tolist()
         x1, y1, x2, y2 = source
         x1, x2 = sorted((x1 * scale_x + shift_x, x2 * scale_x + shift_x))
         y1, y2 = sorted((y1 * scale_y + shift_y, y2 * scale_y + shift_y))
         # Rounded, so that parts that touch neither overlap nor leave a gap.
-        ends = round(x1), round(y1), round(x2), round(y2)
+        edges = round(x1), round(y1), round(x2), round(y2)
     else:
-        corners_42 = corners(source, matrix_33)
+        corners_42 = map_corners(source, matrix_33)
         low, high = np.floor(corners_42.min(0)), np.ceil(corners_42.max(0))
-        ends = int(low[0]), int(low[1]), int(high[0]), int(high[1])
-    left, top, right, bottom = ends
+        edges = int(low[0]), int(low[1]), int(high[0]), int(high[1])
+    left, top, right, bottom = edges
     height, width = size[:2]
     return (
-        _within(left, width),
-        _within(top, height),
-        _within(right, width),
-        _within(bottom, height),
+        _clamp(left, width),
+        _clamp(top, height),
+        _clamp(right, width),
+        _clamp(bottom, height),
     )
 
 
-def _within(place: int, side: int) -> int:
+def _clamp(place: int, side: int) -> int:
     return min(max(place, 0), side)
 
 
 def map_by_matrix(
     boxes_M4: np.ndarray, matrix_33: np.ndarray, size: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Boxes around the visible part of mapped boxes, and keep_M.
+    """Maps boxes by a matrix, to the boxes around their visible parts.
 
-    A turned box becomes a quadrilateral; where that reaches beyond the input, it is cut first.
-
-    keep_M: which are still objects: both sides above 2 pixels, more than a tenth of the area seen,
-    and no side 100 times the other, as YOLOv5 decides.
+    A rotated box becomes a quadrilateral; if that reaches beyond the input, it is clipped first.
 
     Args: size: (height, width) of the input.
+    Returns: boxes [M, 4] and keep_M, which are still objects by YOLOv5's rule: both sides above 2
+        pixels, more than a tenth of the area visible, and no side 100 times the other.
     """
-    upright = _keeps_upright(matrix_33)
+    upright = _is_upright(matrix_33)
     if upright:
         ends_M22 = boxes_M4.reshape(-1, 2, 2) * matrix_33.diagonal()[:2] + matrix_33[:2, 2]
         low_M2, high_M2 = ends_M22.min(1), ends_M22.max(1)
@@ -610,15 +629,16 @@ def map_by_matrix(
     limit = np.array([size[1], size[0]])
     cut_M4 = np.concatenate([low_M2.clip(0, limit), high_M2.clip(0, limit)], 1)
     sides_M2 = cut_M4[:, 2:] - cut_M4[:, :2]
+    # Exact for upright boxes; rotated ones that leave the input are measured again below.
     seen_M = sides_M2.prod(1) > _LEAST_SEEN * (high_M2 - low_M2).prod(1)
     if not upright:
         beyond_M = ((low_M2 < 0) | (high_M2 > limit)).any(1)
         for number in np.flatnonzero(beyond_M & (sides_M2 > _LEAST_SIDE).all(1)).tolist():
-            whole = mapped_M42[number].tolist()
-            seen = _cut_polygon(whole, size)
-            seen_M[number] = _area(seen) > _LEAST_SEEN * _area(whole)
-            if seen:
-                x, y = zip(*seen)
+            mapped = mapped_M42[number].tolist()
+            visible = _clip_polygon(mapped, size)
+            seen_M[number] = _polygon_area(visible) > _LEAST_SEEN * _polygon_area(mapped)
+            if visible:
+                x, y = zip(*visible)
                 cut_M4[number] = min(x), min(y), max(x), max(y)
         sides_M2 = cut_M4[:, 2:] - cut_M4[:, :2]
     large_M = (sides_M2 > _LEAST_SIDE).all(1)
@@ -626,11 +646,11 @@ def map_by_matrix(
     return cut_M4.astype(np.float32), large_M & seen_M & compact_M
 
 
-def _cut_polygon(points: list[list[float]], size: tuple[int, int]) -> list[list[float]]:
+def _clip_polygon(points: list[list[float]], size: tuple[int, int]) -> list[list[float]]:
     """Clips a convex polygon to the input.
 
-    Corners are [x, y], in turn.  Plain numbers: a few corners at a time, of the few boxes at the
-    border of the input.
+    Corners are [x, y], in order around the polygon.  They are plain numbers because only the few
+    boxes at the border of the input are clipped, for which arrays would be slower.
 
     Args: size: (height, width) of the input.
     Source: Sutherland and Hodgman 1974, "Reentrant polygon clipping", CACM 17(1).
@@ -640,23 +660,23 @@ def _cut_polygon(points: list[list[float]], size: tuple[int, int]) -> list[list[
             depths = [(point[axis] - bound) * inwards for point in points]
             if not points or min(depths) >= 0:
                 continue
-            kept = []
-            for at in range(len(points)):  # the edge from the corner before to this one
-                depth, before = depths[at], depths[at - 1]
+            clipped = []
+            for number in range(len(points)):  # the edge from the corner before to this one
+                depth, before = depths[number], depths[number - 1]
                 if (depth < 0) != (before < 0):
                     share = before / (before - depth)
-                    (x0, y0), (x1, y1) = points[at - 1], points[at]
+                    (x0, y0), (x1, y1) = points[number - 1], points[number]
                     crossing = [x0 + share * (x1 - x0), y0 + share * (y1 - y0)]
                     crossing[axis] = bound
-                    kept.append(crossing)
+                    clipped.append(crossing)
                 if depth >= 0:
-                    kept.append(points[at])
-            points = kept
+                    clipped.append(points[number])
+            points = clipped
     return points
 
 
-def _area(points: list[list[float]]) -> float:
-    """Area of a polygon, in square pixels."""
+def _polygon_area(points: list[list[float]]) -> float:
+    """Computes the area of a polygon, in square pixels."""
     turned = zip(points, points[-1:] + points[:-1])
     return abs(sum(x0 * y1 - x1 * y0 for (x1, y1), (x0, y0) in turned)) / 2
 
@@ -664,23 +684,25 @@ def _area(points: list[list[float]]) -> float:
 # --- matrices ------------------------------------------------------------------------------------
 
 
-def moved(
+def scale_shift_matrix(
     *, scale: Sequence[float] | np.ndarray = (1, 1), to: Sequence[float] | np.ndarray = (0, 0)
 ) -> np.ndarray:
-    """Matrix that scales, then moves the origin; both by (x, y)."""
+    """Builds the matrix that scales, then shifts the origin; both by (x, y)."""
     return np.array([[scale[0], 0, to[0]], [0, scale[1], to[1]], [0, 0, 1]], np.float64)
 
 
-def between(source: Sequence[float], target: Sequence[float]) -> np.ndarray:
-    """Matrix from one upright box (x1, y1, x2, y2) to another."""
+def box_matrix(source: Sequence[float], target: Sequence[float]) -> np.ndarray:
+    """Builds the matrix from one upright box (x1, y1, x2, y2) to another."""
     x1, y1, x2, y2 = source
     left, top, right, bottom = target
     scale_x, scale_y = (right - left) / (x2 - x1), (bottom - top) / (y2 - y1)
-    return moved(scale=(scale_x, scale_y), to=(left - scale_x * x1, top - scale_y * y1))
+    return scale_shift_matrix(
+        scale=(scale_x, scale_y), to=(left - scale_x * x1, top - scale_y * y1)
+    )
 
 
-def corners(source: Sequence[float], matrix_33: np.ndarray) -> np.ndarray:
-    """Mapped corners of a box, float64 [4, 2], x y, in turn.
+def map_corners(source: Sequence[float], matrix_33: np.ndarray) -> np.ndarray:
+    """Maps the corners of a box, float64 [4, 2], x y, in order around it.
 
     Args: source: (x1, y1, x2, y2).
     """
@@ -689,9 +711,9 @@ def corners(source: Sequence[float], matrix_33: np.ndarray) -> np.ndarray:
 
 
 def map_points(points_2: np.ndarray, matrix_33: np.ndarray) -> np.ndarray:
-    """Points mapped by a matrix.
+    """Maps points by a matrix.
 
-    Points are (x, y), of any shape that ends in 2; none lies behind the view.
+    Args: points_2: (x, y), of any shape that ends in 2; none may lie behind the view.
     """
     mapped_2 = points_2 @ matrix_33[:2, :2].T + matrix_33[:2, 2]
     if _is_affine(matrix_33):
@@ -699,7 +721,7 @@ def map_points(points_2: np.ndarray, matrix_33: np.ndarray) -> np.ndarray:
     return mapped_2 / (points_2 @ matrix_33[2, :2] + matrix_33[2, 2])[..., None]
 
 
-def _keeps_upright(matrix_33: np.ndarray) -> bool:
+def _is_upright(matrix_33: np.ndarray) -> bool:
     (_, slant_x, _), (slant_y, _, _), (tilt_x, tilt_y, _) = matrix_33.tolist()
     return slant_x == slant_y == tilt_x == tilt_y == 0
 
@@ -712,36 +734,42 @@ def _is_affine(matrix_33: np.ndarray) -> bool:
 
 
 class MosaicCanvas:
-    """Grey at first, of the input's `size` (height, width)."""
+    """A canvas of the size (height, width) of the input, grey at first."""
 
     def __init__(self, size: tuple[int, int]) -> None:
-        self._image_HW3 = np.full((*size, 3), GREY[0], np.uint8)  # one number: 30 times as fast
+        # A scalar: 30 times as fast as a colour.
+        self._image_HW3 = np.full((*size, 3), GREY[0], np.uint8)
         self._boxes = [np.zeros((0, 4), np.float32)]
         self._labels = [np.zeros(0, np.int64)]
 
     def draw(
         self, image_HW3: np.ndarray, source: Sequence[float], matrix_33: np.ndarray, reduced: int
     ) -> np.ndarray:
-        """As `paste`, in pixels of the original, `reduced` per image pixel.
+        """Draws a part of an image as `paste` does, in pixels of the original.
 
-        Returns: where the image lies now, which is where its boxes lie too.
+        Args: reduced: pixels of the original per image pixel, along a side.
+        Returns: the matrix that was drawn, which holds for its boxes, too.
         """
         if reduced == 1:
             return paste(self._image_HW3, image_HW3, source, matrix_33)
         part = [side / reduced for side in source]
-        enlarge_33, reduce_33 = (moved(scale=(by, by)) for by in (reduced, 1 / reduced))
+        enlarge_33, reduce_33 = (
+            scale_shift_matrix(scale=(by, by)) for by in (reduced, 1 / reduced)
+        )
         return paste(self._image_HW3, image_HW3, part, matrix_33 @ enlarge_33) @ reduce_33
 
-    def shows(self, width: int, height: int, matrix_33: np.ndarray) -> bool:
-        """Whether anything of an image of these sides would be seen."""
+    def is_visible(self, width: int, height: int, matrix_33: np.ndarray) -> bool:
+        """Returns True if any part of an image of these sides would be visible."""
         source = (0, 0, width, height)
-        left, top, right, bottom = covered(source, matrix_33, self._image_HW3.shape[:2])
+        left, top, right, bottom = bounding_pixels(source, matrix_33, self._image_HW3.shape[:2])
         return left < right and top < bottom
 
-    def note(self, boxes_M4: np.ndarray, labels_M: np.ndarray, matrix_33: np.ndarray) -> np.ndarray:
-        """Keeps the boxes that are seen.
+    def add_boxes(
+        self, boxes_M4: np.ndarray, labels_M: np.ndarray, matrix_33: np.ndarray
+    ) -> np.ndarray:
+        """Maps the boxes of an image and keeps those that are visible.
 
-        Returns: keep_M: which they are.
+        Returns: keep_M: True for the boxes that were kept.
         """
         height, width = self._image_HW3.shape[:2]
         mapped_M4, keep_M = map_by_matrix(boxes_M4, matrix_33, (height, width))
@@ -750,7 +778,7 @@ class MosaicCanvas:
         return keep_M
 
     def sample(self, index: int, colours_34: np.ndarray | None) -> Sample:
-        """The input; nothing more may be drawn then."""
+        """Returns the finished sample; nothing may be drawn afterwards."""
         image_HW3 = self._image_HW3
         if colours_34 is not None:
             image_HW3 = cv2.transform(image_HW3, colours_34)

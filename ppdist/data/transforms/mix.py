@@ -16,20 +16,20 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from ppdist.data.transforms.color import behind, left_of
-from ppdist.data.transforms.geometry import corners, map_points
+from ppdist.data.transforms.color import clip_to_visible, drop_hidden_objects
+from ppdist.data.transforms.geometry import map_corners, map_points
 from ppdist.data.types import Sample
 
 _MIXUP_BETA = 32.0  # both parameters of the Beta distribution: nearly half and half
-_PASTED = 0.5  # chance of each object
+_PASTED = 0.5  # chance of an object to be pasted
 _SUBPIXELS = 4  # bits
 
 
 class PasteSource(NamedTuple):
-    """Sample with exact places of its objects, in input pixels, x y.
+    """A sample with the outlines of its objects, in input pixels, x y.
 
     outlines_M: the outlines of each object, [K, 2] each; none where it has no mask.
-    seen_42: the corners of all that is seen of its image.
+    seen_42: the corners of the visible part of its image.
     """
 
     sample: Sample
@@ -41,76 +41,78 @@ class PasteSource(NamedTuple):
         cls,
         sample: Sample,
         outlines_M: Sequence[Sequence[np.ndarray]],
-        kept: np.ndarray,
+        positions: np.ndarray,
         source: Sequence[float],
         matrix_33: np.ndarray,
     ) -> "PasteSource":
-        """
+        """Maps the outlines of an image into the input.
+
         Args:
-            outlines_M: of all objects of the original, in its pixels; empty: none has any.
-            kept: the positions of those that are objects of the sample.
-            source: the part (x1, y1, x2, y2) of the original that is seen, before matrix_33.
+            outlines_M: of all objects of the original, in its pixels; empty: no object has any.
+            positions: of those objects of the original that the sample has.
+            source: the part (x1, y1, x2, y2) of the original that is visible, before matrix_33.
             matrix_33: pixels of the original -> pixels of the input.
         """
         outlines = [
             [map_points(outline_K2, matrix_33) for outline_K2 in outlines_M[number]]
-            for number in (kept.tolist() if outlines_M else ())
+            for number in (positions.tolist() if outlines_M else ())
         ]
-        return cls(sample, outlines, corners(source, matrix_33))
+        return cls(sample, outlines, map_corners(source, matrix_33))
 
 
-def mixup(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
-    """Blends two samples by a Beta(32, 32) share; all objects stay."""
+def mixup(first: Sample, second: Sample, rng: np.random.Generator) -> Sample:
+    """Blends two samples with a Beta(32, 32) share; keeps all objects."""
     share = rng.beta(_MIXUP_BETA, _MIXUP_BETA)
-    mixed_HW3 = cv2.addWeighted(one.image_HW3, share, other.image_HW3, 1 - share, 0)
-    return _with_objects(replace(one, image_HW3=mixed_HW3), other.boxes_M4, other.labels_M)
+    mixed_HW3 = cv2.addWeighted(first.image_HW3, share, second.image_HW3, 1 - share, 0)
+    return _add_objects(replace(first, image_HW3=mixed_HW3), second.boxes_M4, second.labels_M)
 
 
-def cutmix(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
-    """Replaces a rectangle of one input, with its objects, by another's.
+def cutmix(base: Sample, donor: Sample, rng: np.random.Generator) -> Sample:
+    """Replaces a rectangle of one input, and the objects in it, by those of another.
 
-    The rectangle is shaped like the input, its area uniform in 0 to all of it, its middle anywhere.
+    The rectangle has the aspect of the input, an area uniform between 0 and all of it, and its
+    middle anywhere.
     """
-    size = np.array(one.image_HW3.shape[:2])
+    size = np.array(base.image_HW3.shape[:2])
     sides = size * math.sqrt(rng.random())
     middle = rng.random(2) * size
     top, left = np.rint(middle - sides / 2).clip(0, size).astype(int).tolist()
     bottom, right = np.rint(middle + sides / 2).clip(0, size).astype(int).tolist()
-    other_HW = np.zeros(one.image_HW3.shape[:2], np.uint8)
-    other_HW[top:bottom, left:right] = 1
-    image_HW3 = one.image_HW3.copy()
-    image_HW3[top:bottom, left:right] = other.image_HW3[top:bottom, left:right]
-    boxes_M4, keep_M = left_of(other.boxes_M4, 1 - other_HW)
-    return _with_objects(
-        behind(replace(one, image_HW3=image_HW3), other_HW),
+    donor_HW = np.zeros(base.image_HW3.shape[:2], np.uint8)
+    donor_HW[top:bottom, left:right] = 1
+    image_HW3 = base.image_HW3.copy()
+    image_HW3[top:bottom, left:right] = donor.image_HW3[top:bottom, left:right]
+    boxes_M4, keep_M = clip_to_visible(donor.boxes_M4, 1 - donor_HW)
+    return _add_objects(
+        drop_hidden_objects(replace(base, image_HW3=image_HW3), donor_HW),
         boxes_M4[keep_M],
-        other.labels_M[keep_M],
+        donor.labels_M[keep_M],
     )
 
 
-def copy_paste(one: Sample, donor: PasteSource, rng: np.random.Generator) -> Sample:
-    """Pastes half of another's outlined objects at their places."""
+def copy_paste(base: Sample, donor: PasteSource, rng: np.random.Generator) -> Sample:
+    """Pastes each outlined object of another sample, with a chance of one half, where it is."""
     given_M = np.array([len(outlines) > 0 for outlines in donor.outlines_M], bool)
     chosen_M = (rng.random(len(given_M)) < _PASTED) & given_M
     if not chosen_M.any():
-        return one
-    pasted_HW = np.zeros(one.image_HW3.shape[:2], np.uint8)
+        return base
+    pasted_HW = np.zeros(base.image_HW3.shape[:2], np.uint8)
     for number in np.flatnonzero(chosen_M).tolist():
         for outline_K2 in donor.outlines_M[number]:
             _fill(pasted_HW, outline_K2)
     seen_HW = np.zeros_like(pasted_HW)
     _fill(seen_HW, donor.seen_42)
     pasted_HW &= seen_HW
-    image_HW3 = one.image_HW3.copy()
+    image_HW3 = base.image_HW3.copy()
     cv2.copyTo(donor.sample.image_HW3, pasted_HW, image_HW3)
-    return _with_objects(
-        behind(replace(one, image_HW3=image_HW3), pasted_HW),
+    return _add_objects(
+        drop_hidden_objects(replace(base, image_HW3=image_HW3), pasted_HW),
         donor.sample.boxes_M4[chosen_M],
         donor.sample.labels_M[chosen_M],
     )
 
 
-def _with_objects(sample: Sample, boxes_M4: np.ndarray, labels_M: np.ndarray) -> Sample:
+def _add_objects(sample: Sample, boxes_M4: np.ndarray, labels_M: np.ndarray) -> Sample:
     return replace(
         sample,
         boxes_M4=np.concatenate([sample.boxes_M4, boxes_M4]),
@@ -133,9 +135,9 @@ MOSAIC_IMAGES = 4
 
 
 class Slot(NamedTuple):
-    """Place in a mosaic.
+    """A place in a mosaic.
 
-    (x, y) in canvas pixels, and the share of the image before it.
+    x, y: a point in canvas pixels.  before_x, before_y: share of the image left of it and above it.
     """
 
     x: float
@@ -144,7 +146,7 @@ class Slot(NamedTuple):
     before_y: float
 
     def tile(self, height: int, width: int) -> tuple[float, float, float, float]:
-        """Where an image lies (x1, y1, x2, y2), in canvas pixels.
+        """Returns the box (x1, y1, x2, y2) of an image in this place, in canvas pixels.
 
         Args: height, width: of the image.
         """
@@ -153,9 +155,9 @@ class Slot(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Layout of a mosaic on its canvas, in canvas pixels (height, width).
+    """The layout of a mosaic on its canvas, in canvas pixels (height, width).
 
-    cell: what each image is fitted to.
+    cell: the size that each image is fitted to.
     slots: the places of the images, row by row; they never overlap.
     """
 
@@ -164,18 +166,18 @@ class Layout(NamedTuple):
     slots: list[Slot]
 
 
-def random_layout(whole: bool, size: tuple[int, int], rng: np.random.Generator) -> Layout:
-    """Random layout of four images for the input.
+def random_layout(grid: bool, size: tuple[int, int], rng: np.random.Generator) -> Layout:
+    """Draws a layout of four images for the input.
 
     Args:
         size: (height, width) of the input.
-        whole: in a grid, for which nothing is drawn.
+        grid: lays them out in a grid, for which no random number is drawn.
     """
-    return in_a_grid(size) if whole else around_a_point(size, rng)
+    return grid_layout(size) if grid else point_layout(size, rng)
 
 
-def in_a_grid(size: tuple[int, int]) -> Layout:
-    """Mosaic of 2 x 2 cells that fill the input, an image in each."""
+def grid_layout(size: tuple[int, int]) -> Layout:
+    """Lays out a mosaic in 2 x 2 cells that fill the input, an image in each."""
     slots = [
         Slot((column + 0.5) * size[1] / 2, (row + 0.5) * size[0] / 2, 0.5, 0.5)
         for row in range(2)
@@ -184,8 +186,8 @@ def in_a_grid(size: tuple[int, int]) -> Layout:
     return Layout(size, (size[0] // 2, size[1] // 2), slots)
 
 
-def around_a_point(size: tuple[int, int], rng: np.random.Generator) -> Layout:
-    """Mosaic of four images that touch a random point.
+def point_layout(size: tuple[int, int], rng: np.random.Generator) -> Layout:
+    """Lays out four images that touch a random point.
 
     Each is as large as the input; the point lies within the inner half of the canvas.
     """

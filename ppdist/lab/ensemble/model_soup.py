@@ -20,7 +20,7 @@ from ppdist.common.errors import ConfigError, WeightsError
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.train import MicroBatches
 from ppdist.data.loading.loader import TrainLoader
-from ppdist.data.loading.sampler import TrainSampler, copies
+from ppdist.data.loading.sampler import TrainSampler, expected_copies
 from ppdist.data.types import Batch, DetectionSet, SampleKey
 from ppdist.distributed import comm, heartbeat, paddle_api
 from ppdist.distributed.comm import evaluate_on_all_ranks
@@ -180,7 +180,7 @@ class LastEpoch:
             start_step=0,
             end_step=1,
             sizes=config.train.multi_scale or (config.model.image_size,),
-            copies_N=copies(train_set, config.data.sampling, None),
+            copies_N=expected_copies(train_set, config.data.sampling, None),
         )
         augment = config.data.augment.with_epoch_scale(schedule.phase_scale)
         epochs = math.ceil(schedule.epochs * schedule.epoch_scale - 1e-9)

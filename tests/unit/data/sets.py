@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from ppdist.config.data import DataConfig, SplitConfig
-from ppdist.data.datasets.annotations import quietly
+from ppdist.data.datasets.annotations import ignore_issue
 from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.convert import convert
 from ppdist.data.types import RawSet
@@ -74,7 +74,7 @@ def coco_config(root: Path, **changes: object) -> DataConfig:
 
 def sharded(root: Path, out: Path, shard_bytes: int = 12_000) -> DataConfig:
     """The set of `write_coco` in shards of a few images, at the places it has there."""
-    raw = read_raw(coco_config(root), "train", quietly)
+    raw = read_raw(coco_config(root), "train", ignore_issue)
     assert convert(raw, "coco", out, images="copy", split="train", shard_bytes=shard_bytes) == []
     (out / "annotations" / "instances_train.json").rename(out / "set.json")
     (out / "images" / "train").rename(out / "shards")

@@ -20,7 +20,7 @@ import pytest
 from ppdist.common.opener import Identity, Opener
 from ppdist.config.distributed import DistributedConfig
 from ppdist.data import cache as cache_module
-from ppdist.data.cache import open_cache, places_of
+from ppdist.data.cache import image_offsets, open_cache
 from ppdist.data.datasets.build import read_split
 from ppdist.data.image import read_image
 from ppdist.data.transforms.pipeline import ImageCache
@@ -252,7 +252,7 @@ def test_as_many_images_are_kept_as_memory_has_room_for(tmp_path, monkeypatch, c
     dataset = small_set(tmp_path)
     image, table, spare = 64 * 48 * 3, 6, cache_module._SPARE
     room = table + image + image // 4 + image // 16 + image // 64  # the first four
-    monkeypatch.setattr(cache_module, "_SHARE", 1.0)
+    monkeypatch.setattr(cache_module, "_MAX_SHARE", 1.0)
     monkeypatch.setattr(cache_module, "available_memory", lambda: spare + room + image - 1)
     with caplog.at_level(logging.INFO, "ppdist.data"):
         cache = open_cache("ram", dataset, FACTORS)
@@ -266,7 +266,7 @@ def test_as_many_images_are_kept_as_memory_has_room_for(tmp_path, monkeypatch, c
 def test_without_a_cache_where_memory_is_taken_meanwhile(tmp_path, monkeypatch, caplog):
     answers = iter([2**40, 2**40, 0])
     monkeypatch.setattr(cache_module, "available_memory", lambda: next(answers))
-    monkeypatch.setattr(cache_module, "_STEP", 64 * 48 * 3 + 6)
+    monkeypatch.setattr(cache_module, "_STEP_BYTES", 64 * 48 * 3 + 6)
     assert open_cache("ram", small_set(tmp_path), FACTORS) is None
     assert "training continues without it" in caplog.text
 
@@ -294,7 +294,7 @@ def test_image_of_unknown_size_is_never_cached(tmp_path):
 
 
 def test_places_do_not_overlap():
-    assert places_of(np.array([[3, 4], [0, 0], [2, 2]])).tolist() == [3, 39, 39, 51]
+    assert image_offsets(np.array([[3, 4], [0, 0], [2, 2]])).tolist() == [3, 39, 39, 51]
 
 
 KILLED = """

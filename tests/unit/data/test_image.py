@@ -7,7 +7,14 @@ from PIL import Image
 
 from ppdist.common.errors import DataError
 from ppdist.data.checks.images import check_image
-from ppdist.data.image import image_size, is_image_name, of_array, of_pillow, read_image, reduction
+from ppdist.data.image import (
+    choose_reduction,
+    convert_array,
+    convert_pillow,
+    image_size,
+    is_image_name,
+    read_image,
+)
 from ppdist.predict.detections import write_picture
 from tests.errors import raises
 from tests.unit.data.pictures import exif, jpeg, picture, tiff_of_channels
@@ -55,7 +62,7 @@ def test_what_is_no_image_is_named(tmp_path):
 
 def test_an_image_is_reduced_no_further_than_it_is_shown():
     scales = (2.0, 1.0, 0.51, 0.5, 0.26, 0.25, 0.1, 0.01)
-    assert [reduction(scale) for scale in scales] == [1, 1, 1, 2, 2, 4, 8, 8]
+    assert [choose_reduction(scale) for scale in scales] == [1, 1, 1, 2, 2, 4, 8, 8]
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
@@ -170,13 +177,13 @@ def test_a_file_pillow_and_numpy_give_the_same_pixels(tmp_path):
         image.save(tmp_path / name, **options)
         expected = read_image(tmp_path / name)
         with Image.open(tmp_path / name) as opened:
-            assert np.array_equal(of_pillow(opened), expected), name
+            assert np.array_equal(convert_pillow(opened), expected), name
             assert (opened.width, opened.height) == image.size or ".tif" in name, "as it was"
     assert read_image(tmp_path / "a.tif").tolist() == rgb.tolist(), "not blended over black"
     for array in (rgb, np.dstack([rgb, rgb[..., :1]]), rgb.astype(np.uint16) * 256 + 7):
-        assert np.array_equal(of_array(array), rgb)
+        assert np.array_equal(convert_array(array), rgb)
     for array in (rgb[..., 0], rgb[..., :1], rgb[..., 0].astype(np.uint16) << 8):
-        assert np.array_equal(of_array(array), rgb[..., :1].repeat(3, 2))
+        assert np.array_equal(convert_array(array), rgb[..., :1].repeat(3, 2))
 
 
 def test_pixels_that_no_rgb_is_made_of_are_named(tmp_path):
@@ -202,7 +209,7 @@ def test_pixels_that_no_rgb_is_made_of_are_named(tmp_path):
             assert problem is not None and problem.code == "pixel_kind", file.name
     for name in ("float.tif", "lab.tif"):
         with Image.open(tmp_path / name) as opened, raises("pixel_kind"):
-            of_pillow(opened)
+            convert_pillow(opened)
     (tmp_path / "two.tif").write_bytes(tiff_of_channels(np.dstack([grey, grey])))
     assert (read_image(tmp_path / "two.tif")[..., 1] == grey).all(), "grey and transparency"
 

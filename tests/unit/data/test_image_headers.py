@@ -11,7 +11,7 @@ from PIL import ExifTags, Image
 
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.build import read_raw
-from ppdist.data.datasets.convert import convert, snippet, turned_upright
+from ppdist.data.datasets.convert import conversion_section, convert, turn_annotations
 from ppdist.data.image import image_size, read_header, read_image
 from ppdist.data.types import RawImage, RawObject, RawSet
 
@@ -89,14 +89,14 @@ def test_boxes_and_outlines_turn_with_the_pixels(tmp_path, orientation):
     path = write_turned(tmp_path / "a.png", orientation)
     frame = read_header(path)
     assert frame is not None
-    turned = turned_upright(annotated_as_stored(path), frame)
+    turned = turn_annotations(annotated_as_stored(path), frame)
     assert (turned.width, turned.height) == (24, 40)
     for thing in turned.objects:
         assert thing.box == red_box(path)
     (part_K2,) = turned.objects[0].polygons
     assert (*part_K2.min(0), *part_K2.max(0)) == red_box(path)
     swapped = RawObject((24.0, 12.0, 8.0, 4.0), 0, "here")
-    (found,) = turned_upright(RawImage(path, 1, 40, 24, [swapped], "here"), frame).objects
+    (found,) = turn_annotations(RawImage(path, 1, 40, 24, [swapped], "here"), frame).objects
     x1, y1, x2, y2 = red_box(path)
     assert found.box == (x2, y2, x1, y1)
 
@@ -111,7 +111,7 @@ def test_stored_frame_boxes_survive_every_format(tmp_path, form):
     lines = convert(raw, form, tmp_path / "out", images="copy", split="train")
     told = [line.partition(":")[0] for line in lines]
     assert told == (["4 images", "image ids"] if form == "yolo" else [])
-    text = snippet({"train": raw, "val": raw}, form, tmp_path / "out", images="copy")
+    text = conversion_section({"train": raw, "val": raw}, form, tmp_path / "out", images="copy")
     found = read_raw(DataConfig(**yaml.safe_load(text)["data"]), "train", lambda finding: None)
     for image in found.images:
         upright = image_size(image.path) == (image.width, image.height)
@@ -144,7 +144,7 @@ def test_yolo_image_of_unknown_size_is_not_converted(tmp_path):
     assert [image.size_known for image in raw.images] == [True, False]
     lines = convert(raw, "coco", tmp_path / "out", images="copy", split="train")
     assert [line.endswith(f"first {tmp_path}/images/b.jpg") for line in lines] == [True]
-    text = snippet({"train": raw, "val": raw}, "coco", tmp_path / "out", images="copy")
+    text = conversion_section({"train": raw, "val": raw}, "coco", tmp_path / "out", images="copy")
     (image,) = read_raw(
         DataConfig(**yaml.safe_load(text)["data"]), "train", lambda finding: None
     ).images

@@ -13,7 +13,7 @@ from ppdist.common.addresses import place_in_shard
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.checks.before_training import check_before_training
 from ppdist.data.checks.validate import validate
-from ppdist.data.datasets.annotations import quietly
+from ppdist.data.datasets.annotations import ignore_issue
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import convert
 from ppdist.data.image import read_header, read_image
@@ -94,7 +94,7 @@ def test_every_annotation_survives_shards(tmp_path):
     write_json(tmp_path, content)
     config = coco_config(tmp_path)
     config_of_shards = sharded(tmp_path, tmp_path / "out")
-    raw, again = (read_raw(each, "train", quietly) for each in (config, config_of_shards))
+    raw, again = (read_raw(each, "train", ignore_issue) for each in (config, config_of_shards))
     (first, *_), (other, *_) = everything(raw), everything(again)
     for one, two in zip(first, other):
         areas = [(*t[:3], t[4:]) for t in one[4]], [(*t[:3], t[4:]) for t in two[4]]
@@ -116,7 +116,7 @@ def test_names_become_keys_that_differ(tmp_path):
     for old, new in (("000.jpg", "a.b.jpg"), ("001.jpg", "a_b.jpg"), ("002.jpg", "a_b.JPG")):
         (images / old).rename(images / new)
     write_json(tmp_path, coco_content(["a.b.jpg", "a_b.jpg", "a_b.JPG"]))
-    raw = read_raw(coco_config(tmp_path), "train", quietly)
+    raw = read_raw(coco_config(tmp_path), "train", ignore_issue)
     lines = convert(raw, "coco", tmp_path / "out", images="copy", split="train", shard_bytes=10**6)
     with tarfile.open(tmp_path / "out/images/train/train-000000.tar") as tar:
         keys = [name.partition(".")[0] for name in tar.getnames()]

@@ -13,7 +13,7 @@ import pytest
 from ppdist.common.job import RESTART_VARIABLE
 from ppdist.config.data import DataConfig
 from ppdist.data.checks import before_training
-from ppdist.data.checks.before_training import check_before_training, look_at_all
+from ppdist.data.checks.before_training import check_before_training, map_in_threads
 from ppdist.data.checks.images import ImageCheck
 from ppdist.data.datasets.build import read_split
 from ppdist.distributed import progress, store
@@ -180,5 +180,5 @@ def test_files_are_looked_at_by_many_threads():
             together.wait()  # broken where one waits for another
         return -at
 
-    found_N = look_at_all(look, 1000, progress.Progress(logging.getLogger(), "", 1000))
+    found_N = map_in_threads(look, 1000, progress.Progress(logging.getLogger(), "", 1000))
     assert found_N.tolist() == [-at for at in range(1000)]

@@ -15,7 +15,7 @@ from ppdist.data.checks import clean_copy as module
 from ppdist.data.checks.clean_copy import clean_copy
 from ppdist.data.checks.validate import validate
 from ppdist.data.datasets.build import read_split
-from ppdist.data.datasets.convert import Format, Images, snippet
+from ppdist.data.datasets.convert import Format, Images, conversion_section
 from tests.errors import raises
 from tests.unit.data.corpus import (
     config,
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("checked_here")
 def _cleaned(settings: DataConfig, out: Path, form: Format = "coco", images: Images = "copy"):
     """What `clean_copy` gave, and the settings that read it."""
     cleaned = clean_copy(validate(settings, decode=True, workers=1), form, out, images=images)
-    text = snippet(cleaned.raws, form, out, images=images)
+    text = conversion_section(cleaned.raws, form, out, images=images)
     return cleaned, DataConfig(**yaml.safe_load(text)["data"])
 
 
@@ -56,7 +56,7 @@ def test_a_clean_copy_has_nothing_but_notes(tmp_path, write, form):
     config = write(tmp_path / "dirty")
     report = validate(config, decode=True, workers=2)
     lines, raws = clean_copy(report, form, tmp_path / "clean", images="copy")
-    text = snippet(raws, form, tmp_path / "clean", images="copy")
+    text = conversion_section(raws, form, tmp_path / "clean", images="copy")
     again = validate(DataConfig(**yaml.safe_load(text)["data"]), decode=True, workers=2)
     assert {row.kind.severity for row in again.rows()} <= {"note"}, again.rows()
     for row in report.rows():
@@ -85,7 +85,7 @@ def test_a_clean_copy_of_clean_data_changes_nothing(tmp_path):
     report = validate(config, decode=True, workers=1)
     lines, raws = clean_copy(report, "coco", tmp_path / "b", images="link")
     assert lines == []
-    text = snippet(raws, "coco", tmp_path / "b", images="link")
+    text = conversion_section(raws, "coco", tmp_path / "b", images="link")
     copied = DataConfig(**yaml.safe_load(text)["data"])
     for split in ("train", "val"):
         for ours, theirs in zip(

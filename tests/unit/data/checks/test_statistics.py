@@ -7,11 +7,11 @@ import pytest
 
 from ppdist.data.checks.statistics import (
     class_rows,
-    crowding,
-    objects_of,
-    overview,
-    per_class,
-    summary,
+    collect_objects,
+    count_per_class,
+    describe_crowding,
+    overview_lines,
+    summarize,
 )
 from ppdist.data.types import DetectionSet, ImageRecord
 
@@ -43,7 +43,7 @@ def small_set() -> DetectionSet:
 
 
 def test_each_object_is_row_with_size_in_input(small_set):
-    objects = objects_of(small_set, (50, 100), "stretch")
+    objects = collect_objects(small_set, (50, 100), "stretch")
     assert objects.image_M.tolist() == [0, 0, 1, 1]
     assert objects.labels_M.tolist() == [0, 1, 0, 2]
     assert objects.per_image_N.tolist() == [2, 2, 0]
@@ -54,20 +54,20 @@ def test_each_object_is_row_with_size_in_input(small_set):
 
 
 def test_letterboxed_inputs_keep_the_shape_of_the_boxes(small_set):
-    objects = objects_of(small_set, (50, 100), "letterbox")
+    objects = collect_objects(small_set, (50, 100), "letterbox")
     assert objects.input_M2.tolist() == [[10, 5], [10, 10], [10, 20], [35, 35]]
 
 
 def test_crowds_are_counted_apart(small_set):
-    objects = objects_of(small_set, (100, 100), "stretch")
-    objects_C, images_C = per_class(objects, 3)
+    objects = collect_objects(small_set, (100, 100), "stretch")
+    objects_C, images_C = count_per_class(objects, 3)
     assert objects_C.tolist() == [2, 1, 0] and images_C.tolist() == [2, 1, 0]
-    counts = summary(small_set, objects)
+    counts = summarize(small_set, objects)
     assert counts["objects"] == 3 and counts["crowds"] == 1
 
 
 def test_the_summary_has_what_was_counted_by_hand(small_set):
-    counts = summary(small_set, objects_of(small_set, (50, 100), "stretch"))
+    counts = summarize(small_set, collect_objects(small_set, (50, 100), "stretch"))
     assert counts["image_sizes"] == [[100, 100, 2], [200, 100, 1]]
     assert counts["images_without_objects"] == 1
     assert counts["most_objects_in_an_image"] == 2
@@ -88,7 +88,12 @@ def test_the_summary_has_what_was_counted_by_hand(small_set):
 def test_overviews_of_any_two_splits_have_same_lines(small_set):
     empty = DetectionSet((record(1, (50, 40), [], [], []),), ("cat",), (1,), "set.json")
     lines = [
-        [what for what, _ in overview(summary(some, objects_of(some, (50, 50), "stretch")))]
+        [
+            what
+            for what, _ in overview_lines(
+                summarize(some, collect_objects(some, (50, 50), "stretch"))
+            )
+        ]
         for some in (small_set, empty)
     ]
     assert lines[0] == lines[1]
@@ -97,13 +102,13 @@ def test_overviews_of_any_two_splits_have_same_lines(small_set):
 def test_class_only_images_have_no_box_statistics():
     unknown = record(1, (0, 0), [[0, 0, 0, 0]], [1], [False])
     dataset = DetectionSet((unknown, unknown), ("cat", "dog"), (0, 1), "folder")
-    counts = summary(dataset, objects_of(dataset, (50, 50), "stretch"), boxes=False)
+    counts = summarize(dataset, collect_objects(dataset, (50, 50), "stretch"), boxes=False)
     assert "objects" not in counts
     assert counts["classes"] == [
         {"id": 0, "name": "cat", "images": 0},
         {"id": 1, "name": "dog", "images": 2},
     ]
-    assert [row[0] for row in overview(counts)] == ["images", "classes"]
+    assert [row[0] for row in overview_lines(counts)] == ["images", "classes"]
     assert class_rows([counts], 10) == [["0", "cat", "0"], ["1", "dog", "2"]]
 
 
@@ -132,5 +137,5 @@ def test_images_with_more_objects_than_count_are_said(counts, limit, keep, said)
         crowd = [False] * (first + second) + [True] * 500
         records.append(record(number, (64, 48), [[0, 0, 9, 9]] * len(labels), labels, crowd))
     dataset = DetectionSet(records, ("cat", "dog"), (1, 2), "set.json")
-    text = "\n".join(crowding(dataset, limit, keep))
+    text = "\n".join(describe_crowding(dataset, limit, keep))
     assert all(part in text for part in said) and bool(text) == bool(said)

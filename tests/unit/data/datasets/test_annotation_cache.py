@@ -12,7 +12,7 @@ import pytest
 from ppdist.config.data import DataConfig
 from ppdist.config.distributed import DistributedConfig
 from ppdist.data.datasets import annotation_cache
-from ppdist.data.datasets.annotations import quietly
+from ppdist.data.datasets.annotations import ignore_issue
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import convert
 from ppdist.data.types import DetectionSet, Records
@@ -58,7 +58,7 @@ def is_kept(dataset: DetectionSet, again: DetectionSet) -> bool:
 
 def in_format(root: Path, form: str) -> DataConfig:
     """A set of that format below root, whose splits are the same."""
-    raw = read_raw(write_coco(root / "coco", 4), "train", quietly)
+    raw = read_raw(write_coco(root / "coco", 4), "train", ignore_issue)
     for split in ("train", "val"):
         if form == "yolo":
             convert(raw, "yolo", root / "yolo", images="copy", split=split)

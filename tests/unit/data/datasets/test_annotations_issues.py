@@ -14,7 +14,7 @@ from ppdist.data.datasets.annotations import (
     KINDS,
     box_problem,
     find_image,
-    look_anew,
+    forget_folder_listings,
 )
 from ppdist.data.datasets.build import (
     read_raw,
@@ -178,7 +178,7 @@ def test_images_that_lose_all_boxes_are_left_out(tmp_path, policy, box, kept):
     assert [int(record.path[-5]) for record in dataset.records] == kept
     if 1 not in kept:
         assert "1 of 3 images" in dataset.notes[-1] and "(1 images" in dataset.notes[-1]
-    assert len(read_split(config, "train", 3, whole=True).records) == 3
+    assert len(read_split(config, "train", 3, all_images=True).records) == 3
 
 
 def test_a_set_without_any_object_is_refused(tmp_path):
@@ -238,7 +238,7 @@ def test_image_is_found_as_files_of_other_tools_call_it(tmp_path, written, found
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()
     issues: list[Issue] = []
-    look_anew()
+    forget_folder_listings()
     path = find_image(root, written.format(root=root), "list", issues.append)
     assert path == (None if found is None else Path(os.path.normpath(root / found)))
     assert [each.code for each in issues] == ([issue] if issue else [])
@@ -366,7 +366,7 @@ def test_box_with_zero_float32_area_is_issue(tmp_path):
     content = coco_content(write_images(tmp_path / "images", 2))
     content["annotations"][0]["bbox"] = [40.0, 2, 1e-7, 4]
     write_json(tmp_path, content)
-    dataset = read_split(coco_config(tmp_path), "train", whole=True)
+    dataset = read_split(coco_config(tmp_path), "train", all_images=True)
     assert len(dataset.records[1].labels_M) == 0
     assert "1 dropped (without area)" in dataset.notes[0]
     assert box_problem((40.0, 2.0, 40.0 + 1e-7, 6.0), 64, 48) == "box_no_area"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ppdist.data.datasets.annotations import class_names, quietly, read_text
+from ppdist.data.datasets.annotations import find_class_names, ignore_issue, read_text
 from ppdist.data.datasets.convert import convert
 from ppdist.data.datasets.voc import read_voc
 from ppdist.data.types import Issue, RawImage, RawObject, RawSet
@@ -30,9 +30,9 @@ def test_expanding_yaml_names_no_classes(tmp_path: Path) -> None:
         "names: [[a, b], {c: d}]\n",
     ):
         file.write_text(text)
-        assert class_names(tmp_path, ()) == ()
+        assert find_class_names(tmp_path, ()) == ()
     file.write_text(yaml.safe_dump({"names": {0: "cat", 1: 7, 2: True}}))
-    assert class_names(tmp_path, ()) == ("cat", "7", "True")
+    assert find_class_names(tmp_path, ()) == ("cat", "7", "True")
 
 
 VOC = "<annotation><size><width>9</width><height>9</height></size>{}</annotation>"
@@ -41,7 +41,7 @@ VOC = "<annotation><size><width>9</width><height>9</height></size>{}</annotation
 def test_pipes_and_devices_are_no_annotations(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")
-    assert class_names(tmp_path, ()) == ()  # other files may lie there
+    assert find_class_names(tmp_path, ()) == ()  # other files may lie there
     for name in ("pipe.yaml", "zero.yaml"):
         with raises("file_unreadable", str(name)):
             read_text(tmp_path / name)
@@ -73,7 +73,7 @@ def test_a_size_that_no_number_holds_is_unknown(tmp_path: Path) -> None:
     (tmp_path / "Annotations").mkdir()
     (tmp_path / "Annotations" / "a.xml").write_text(VOC.format("").replace("9", "9" * 100_000))
     (tmp_path / "list.txt").write_text("a\n")
-    (image,) = read_voc(tmp_path, tmp_path, tmp_path / "list.txt", ("x",), quietly).images
+    (image,) = read_voc(tmp_path, tmp_path, tmp_path / "list.txt", ("x",), ignore_issue).images
     assert (image.width, image.height, image.size_known) == (1, 1, False)
 
 

@@ -5,14 +5,14 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from ppdist.data.datasets.annotations import quietly
+from ppdist.data.datasets.annotations import ignore_issue
 from ppdist.data.datasets.build import (
     check_classes,
     check_same_classes,
+    describe_same_sets,
     read_annotations,
     read_raw,
     read_split,
-    same_sets,
 )
 from tests.errors import raises
 from tests.unit.data.corpus import write_clean_coco
@@ -114,11 +114,11 @@ def test_val_fraction_divides_by_file_name_alone(tmp_path):
 
     train, val = names("train"), names("val")
     assert len(val) == 5 and len(train) == 15 and not train & val
-    raws = [read_raw(settings, split, quietly) for split in ("train", "val")]
+    raws = [read_raw(settings, split, ignore_issue) for split in ("train", "val")]
     assert [len(raw.images) for raw in raws] == [15, 5]
     moved = shutil.copytree(tmp_path, tmp_path.with_name("moved"))
     elsewhere = settings.model_copy(update={"root": str(moved)})
     assert names("val", elsewhere) == val  # and so on every host
     write_coco(moved, 21)
     assert len(names("val", elsewhere) ^ val) <= 2
-    assert same_sets(settings) == "" and same_sets(write_coco(tmp_path, 20))
+    assert describe_same_sets(settings) == "" and describe_same_sets(write_coco(tmp_path, 20))

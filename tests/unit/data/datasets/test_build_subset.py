@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ppdist.config.data import DataConfig
-from ppdist.data.datasets.build import draw_order, limited, limits, read_split
+from ppdist.data.datasets.build import draw_order, limit_images, limit_notes, read_split
 from ppdist.data.types import DetectionSet, ImageRecord, Records
 from ppdist.engine.data import fingerprint
 from tests.distributed import run_on_ranks
@@ -47,7 +47,7 @@ def names_of(dataset: DetectionSet) -> list[str]:
 
 def test_smaller_subset_is_in_larger_in_file_order():
     everything = rare_set()
-    taken = [names_of(limited(everything, limit, "key")) for limit in (1, 10, 50, 199)]
+    taken = [names_of(limit_images(everything, limit, "key")) for limit in (1, 10, 50, 199)]
     for few, more in zip(taken, [*taken[1:], names_of(everything)]):
         assert set(few) < set(more)
         assert few == [name for name in more if name in few]
@@ -76,31 +76,31 @@ def test_subset_order_is_greedy_cover_then_random():
 
 def test_as_few_images_as_can_show_every_class_do():
     labels = [[0]] * 40 + [[0, 1]] * 2 + [[2]] + [[]] * 20
-    few = limited(a_set(labels, 3), 2, "key")
+    few = limit_images(a_set(labels, 3), 2, "key")
     assert {label for record in few.records for label in record.labels_M.tolist()} == {0, 1, 2}
 
 
 def test_class_seen_only_as_crowd_counts_as_unseen():
     labels = [[0, 1], [1], *[[0]] * 20]
-    few = limited(a_set(labels, 2, crowds=(0,)), 2, "key")
+    few = limit_images(a_set(labels, 2, crowds=(0,)), 2, "key")
     assert "/images/1.jpg" in names_of(few)
 
 
 def test_classes_without_an_object_stay_and_are_named():
     labels = [[number] for number in range(8)]
-    few = limited(a_set(labels, 9), 2, "data.train.limit")
+    few = limit_images(a_set(labels, 9), 2, "data.train.limit")
     assert len(few.class_names) == 9
     note = few.limited  # class8 has none in the whole set either, so it is not one of the lost
     assert note.startswith("data.train.limit: 2 of 8 ")
     assert note.endswith("and 1 more") and "class8" not in note
-    assert limits(few, None, a_set(labels, 9)) == [note] and not few.notes
+    assert limit_notes(few, None, a_set(labels, 9)) == [note] and not few.notes
 
 
 def test_subset_beyond_image_count_changes_nothing():
     everything = rare_set()
-    beyond = limited(everything, 200, "data.val.limit")
+    beyond = limit_images(everything, 200, "data.val.limit")
     assert beyond.records is everything.records
-    assert limited(everything, None, "data.val.limit") is everything
+    assert limit_images(everything, None, "data.val.limit") is everything
     assert beyond.limited.startswith("data.val.limit: 200")
 
 
@@ -114,7 +114,7 @@ def test_split_subset_has_own_size_and_fingerprint(tmp_path):
     read = {limit: read_split(with_limit(config, limit), "train") for limit in (None, 4, 5)}
     assert [len(each.records) for each in read.values()] == [9, 4, 5]
     assert len(read_split(few, "val").records) == 9
-    assert len(read_split(few, "train", whole=True).records) == 9
+    assert len(read_split(few, "train", all_images=True).records) == 9
     marks = {fingerprint(each, config.root) for each in read.values()}
     assert len(marks) == 3
     # Images that are not used need not be there.
@@ -134,7 +134,7 @@ def test_outlines_stay_with_their_objects():
     records = Records(
         replace(record, polygons_M=ring) for record, ring in zip(outlined.records, rings)
     )
-    few = limited(replace(outlined, records=records), 2, "key")
+    few = limit_images(replace(outlined, records=records), 2, "key")
     for record in few.records:
         at = record.image_id
         for number, (ring,) in enumerate(record.polygons_M):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ppdist.config.data import DataConfig, SplitConfig
-from ppdist.data.datasets.annotations import quietly
+from ppdist.data.datasets.annotations import ignore_issue
 from ppdist.data.datasets.build import has_objects, read_split
-from ppdist.data.datasets.coco import classes_of, read_index
+from ppdist.data.datasets.coco import map_categories, read_index
 from ppdist.data.types import DetectionSet, Records
 from tests.unit.data.datasets.messages import refused
 from tests.unit.data.sets import (
@@ -295,7 +295,7 @@ def test_splits_agree_on_classes_by_name(tmp_path, train, val, used, names, labe
 def test_classes_take_time_in_proportion_to_their_number(tmp_path):
     entries = categories(*((n, f"class {n}") for n in range(20_000)), above="things")
     began = time.process_time()
-    assert len(classes_of(entries, set, tmp_path / "set.json", quietly).names) == 20_000
+    assert len(map_categories(entries, set, tmp_path / "set.json", ignore_issue).names) == 20_000
     assert time.process_time() - began < 5  # all of it against all: minutes
 
 

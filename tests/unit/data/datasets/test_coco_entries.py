@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ppdist.common.errors import DataError
-from ppdist.data.datasets.annotations import Strictly, find_image, quietly, to_detection_set
+from ppdist.data.datasets.annotations import IssueLog, find_image, ignore_issue, to_detection_set
 from ppdist.data.datasets.coco import read_coco, read_coco_columns
 from ppdist.data.types import DetectionSet, RawColumns, Records
 from tests.errors import raises
@@ -24,7 +24,7 @@ _ODD = [
 
 def outcome(file: Path, policy: str) -> tuple[object, ...]:
     """Everything that is found, or the error."""
-    complain = Strictly()
+    complain = IssueLog()
     try:
         raw = read_coco_columns(file.parent / "images", file, complain)
         return content(to_detection_set(raw, policy, notes=complain.report(raw)))
@@ -134,10 +134,10 @@ def test_place_of_what_is_wrong_is_named(tmp_path, text, code, words):
     file = tmp_path / "set.json"
     file.write_text(text)
     if not words:
-        assert read_coco_columns(tmp_path, file, quietly).paths == []
+        assert read_coco_columns(tmp_path, file, ignore_issue).paths == []
         return
     with raises(code) as caught:
-        read_coco_columns(tmp_path, file, quietly)
+        read_coco_columns(tmp_path, file, ignore_issue)
     assert words in caught.value.what
 
 
@@ -153,15 +153,15 @@ def test_other_encodings_and_line_ends_are_read_and_said(tmp_path):
     assert [issue.code for issue in issues] == ["encoding", "line_ends"]
     file.write_bytes(json.dumps(content).encode("utf-16"))
     with raises("not_utf8"):
-        read_coco_columns(tmp_path, file, quietly)
+        read_coco_columns(tmp_path, file, ignore_issue)
 
 
 def test_plain_names_are_taken_as_others_are(tmp_path):
     file, folder = tmp_path / "set.json", tmp_path / "images"
     names = ["a.jpg", "b/c.jpg", "a b.jpg", "d..jpg", "x/./y.jpg", "x//z.jpg", "é.jpg", ".h.jpg"]
     file.write_text(json.dumps(coco_content(names)))
-    expected = [str(find_image(folder, name, str(file), quietly)) for name in names]
-    assert read_coco_columns(folder, file, quietly).paths == expected
+    expected = [str(find_image(folder, name, str(file), ignore_issue)) for name in names]
+    assert read_coco_columns(folder, file, ignore_issue).paths == expected
     for name in ("../a.jpg", "/a.jpg", "a/../../b.jpg", ".", "a\0", "\ud800.jpg", ""):
         file.write_text(json.dumps(coco_content([name])))
         assert outcome(file, "clip")[0] == "path_outside", name
@@ -172,4 +172,4 @@ def test_a_number_of_thousands_of_digits_is_no_id(tmp_path):
     file = tmp_path / "a.json"
     file.write_text(content.replace('"@"', "1" * 5000))
     with raises("bad_category_id"):
-        read_coco(tmp_path, file, quietly)
+        read_coco(tmp_path, file, ignore_issue)

@@ -15,7 +15,7 @@ import yaml
 from ppdist.common.retry import unavailable
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.build import read_raw, read_split
-from ppdist.data.datasets.convert import convert, snippet
+from ppdist.data.datasets.convert import conversion_section, convert
 from ppdist.data.types import RawImage, RawObject, RawSet
 from tests.errors import raises
 from tests.unit.data.sets import NAMES, bccd, write_images
@@ -29,7 +29,7 @@ def read_converted(
 ) -> RawSet:
     """What the set reads as once written, by the config that the snippet gives; no issue."""
     assert tuple(convert(raw, form, out, images=images, split="train")) == lost
-    text = snippet({"train": raw, "val": raw}, form, out, images=images)
+    text = conversion_section({"train": raw, "val": raw}, form, out, images=images)
     data = yaml.safe_load(text)["data"]
     return read_raw(DataConfig(**data | {"val": data["train"]}), "train", complain)
 
@@ -96,7 +96,9 @@ def test_a_set_comes_back_from_any_two_formats_as_it_was(tmp_path, first, second
     assert_equal_sets(back, raw, exact="yolo" not in (first, second))
     config = DataConfig(
         **yaml.safe_load(
-            snippet({"train": again, "val": again}, second, tmp_path / "two", images="copy")
+            conversion_section(
+                {"train": again, "val": again}, second, tmp_path / "two", images="copy"
+            )
         )["data"]
         | {"val": {"images": "images", "annotations": "no.txt"}}
     )
@@ -205,7 +207,7 @@ def test_same_names_are_separated_and_become_utf8(tmp_path):
     ):
         lines = convert(raw, form, tmp_path / form, images="copy", split="train")
         assert len(lines) == 1 and lines[0].startswith(f"{count} images: renamed, first ")
-        text = snippet({"train": raw, "val": raw}, form, tmp_path / form, images="copy")
+        text = conversion_section({"train": raw, "val": raw}, form, tmp_path / form, images="copy")
         found = read_raw(DataConfig(**yaml.safe_load(text)["data"]), "train", complain)
         expected = ["x.jpg", second, "图像.jpg", "a_b.jpg", "c 1.jpg"]
         assert [image.path.name for image in found.images] == expected
@@ -327,7 +329,7 @@ def test_the_real_set_says_the_same_in_all_formats(tmp_path, own, first, second)
     """Its own file of a format is what converting another one to that format gives."""
     raw, expected = own[first], own[second]
     convert(raw, second, tmp_path, images="link", split="val")
-    text = snippet({"train": raw, "val": raw}, second, tmp_path, images="link")
+    text = conversion_section({"train": raw, "val": raw}, second, tmp_path, images="link")
     found = read_raw(DataConfig(**yaml.safe_load(text)["data"]), "val", complain)
     assert found.class_names == expected.class_names and len(found.images) == 87
     boxes = []

@@ -11,10 +11,10 @@ import yaml
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.convert import (
+    data_section,
     divide,
-    folds_of,
-    groups_of_one_content,
-    settings,
+    group_by_content,
+    make_folds,
     write_parts,
 )
 from tests.errors import raises
@@ -77,7 +77,7 @@ def test_copies_of_an_image_stay_together(tmp_path):
     for copy, name in zip(("a.jpg", "b.jpg", "c.jpg"), names):
         (tmp_path / copy).write_bytes((tmp_path / name).read_bytes())
     paths = [str(tmp_path / name) for name in [*names, "a.jpg", "b.jpg", "c.jpg", "absent.jpg"]]
-    group_N = groups_of_one_content(paths)
+    group_N = group_by_content(paths)
     assert group_N.tolist() == [*range(12), 0, 1, 2, 15]
     classes = random_classes(16, 2)
     for seed in range(10):
@@ -89,7 +89,7 @@ def test_equal_length_other_content_is_no_duplicate(tmp_path):
     for name, content in (("a", b"123"), ("b", b"124"), ("c", b"123")):
         (tmp_path / name).write_bytes(content)
     paths = [str(tmp_path / name) for name in "abc"]
-    assert groups_of_one_content(paths).tolist() == [0, 1, 0]
+    assert group_by_content(paths).tolist() == [0, 1, 0]
 
 
 def halves(config: DataConfig, out: Path | None = None) -> tuple[list[Path], DataConfig]:
@@ -97,7 +97,7 @@ def halves(config: DataConfig, out: Path | None = None) -> tuple[list[Path], Dat
     dataset = read_split(config, "train")
     part_N = np.arange(len(dataset.records)) % 2
     files = write_parts(config, dataset, part_N, {"a": {0}, "b": {1}}, out)
-    text = settings(config, dataset, files, ("a", "b"))
+    text = data_section(config, dataset, files, ("a", "b"))
     return files, DataConfig.model_validate(yaml.safe_load(text)["data"])
 
 
@@ -132,7 +132,7 @@ def test_coco_file_is_split_with_every_field(tmp_path):
 def test_each_image_is_validated_in_exactly_one_fold(tmp_path):
     config = write_coco(tmp_path, 7)
     dataset = read_split(config, "train")
-    files = write_parts(config, dataset, np.arange(7) % 3, folds_of(3), tmp_path)
+    files = write_parts(config, dataset, np.arange(7) % 3, make_folds(3), tmp_path)
     names = [file.name for file in files]
     assert names[:2] == ["set_fold1_train.json", "set_fold1_val.json"] and len(names) == 6
     shown = [json.loads(file.read_text(encoding="utf-8"))["images"] for file in files]

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.errors import DataError
-from ppdist.data.datasets.annotations import Strictly
+from ppdist.data.datasets.annotations import IssueLog
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.convert import convert
-from ppdist.data.datasets.foreign import read_foreign, tool_of
+from ppdist.data.datasets.foreign import detect_tool, read_foreign
 from ppdist.data.types import Issue
 from tests.unit.data.corpus import config
 from tests.unit.data.sets import write_images
@@ -51,7 +51,7 @@ def test_each_shape_of_labelme_becomes_a_box(tmp_path, kind, points, box):
     other = {"label": "a", "points": [[1, 2], [3, 4]], "shape_type": "rectangle"}
     labelme(tmp_path / "set", "000", shape, other, imagePath="..\\pictures\\000.jpg")
     issues: list[Issue] = []
-    assert tool_of(tmp_path / "set") == "labelme"
+    assert detect_tool(tmp_path / "set") == "labelme"
     raw = read_foreign(tmp_path / "set", issues.append)["train"]
     assert raw.class_names == ("a", "red")
     boxes = [thing.box for thing in raw.images[0].objects if thing.label == 1]
@@ -69,7 +69,7 @@ def test_shapes_of_one_group_are_one_object(tmp_path):
         {**part, "points": [[20, 20], [30, 20], [30, 31]]},
         {**part, "points": [[40, 40], [45, 40], [45, 45]], "group_id": None},
     )  # fmt: skip
-    image, empty = read_foreign(tmp_path / "set", Strictly())["train"].images
+    image, empty = read_foreign(tmp_path / "set", IssueLog())["train"].images
     assert (empty.path.name, empty.objects, empty.lost) == ("001.jpg", [], 0)
     first, second = image.objects
     assert (first.box, len(first.polygons)) == ((1, 2, 30, 31), 2)
@@ -94,7 +94,7 @@ def test_each_shape_of_cvat_becomes_a_box(tmp_path, shape, box):
     green = '<tag label="red"/><box label="green" xtl="1" ytl="2" xbr="3" ybr="4"/>'
     (tmp_path / "annotations.xml").write_text(CVAT.format(shape + green))
     issues: list[Issue] = []
-    assert tool_of(tmp_path) == "CVAT"
+    assert detect_tool(tmp_path) == "CVAT"
     raw = read_foreign(tmp_path, issues.append)["train"]
     assert raw.class_names == ("red", "green")  # in the order of the task
     first, second = raw.images
@@ -111,7 +111,7 @@ def test_what_is_converted_reads_back(tmp_path):
             points = [[5, 6], [20, 30]]
             shape = {"label": split, "points": points, "shape_type": "rectangle"}
             labelme(tmp_path / "set" / split, name[:-4], shape)
-    raws = read_foreign(tmp_path / "set", Strictly())
+    raws = read_foreign(tmp_path / "set", IssueLog())
     assert [*raws] == ["train", "val"]
     for split, raw in raws.items():
         assert convert(raw, "coco", tmp_path / "out", images="copy", split=split) == []
@@ -195,7 +195,7 @@ def test_boxes_of_public_sets_are_read(tmp_path, tool, images, files, right):
             file = tmp_path / name.format(split)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
-    assert tool_of(tmp_path) == tool
+    assert detect_tool(tmp_path) == tool
     issues: list[Issue] = []
     raws = read_foreign(tmp_path, issues.append)
     assert [*raws] == ["train", "val"] and not issues
@@ -212,4 +212,4 @@ def test_other_folders_are_of_no_tool(tmp_path):
     write_images(tmp_path, 1)
     (tmp_path / "a.json").write_text('{"images": []}')
     (tmp_path / "a.xml").write_text("<annotation></annotation>")
-    assert tool_of(tmp_path) == "" and tool_of(tmp_path / "absent") == ""
+    assert detect_tool(tmp_path) == "" and detect_tool(tmp_path / "absent") == ""

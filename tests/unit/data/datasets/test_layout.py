@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from ppdist.config.data import DataConfig
-from ppdist.data.datasets.annotations import find_image, quietly
+from ppdist.data.datasets.annotations import find_image, ignore_issue
 from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.layout import Layout, find_layout
 from ppdist.data.types import Issue
@@ -179,7 +179,9 @@ def test_split_called_test_is_of_the_section(tmp_path):
     layout = find_layout(str(tmp_path))
     assert layout.test is not None and layout.section()["test"]["images"] == "test/images"
     config = DataConfig(**{"val": layout.section()["train"]} | layout.section())
-    assert [Path(each.path).name for each in read_raw(config, "test", quietly).images] == ["b.jpg"]
+    assert [Path(each.path).name for each in read_raw(config, "test", ignore_issue).images] == [
+        "b.jpg"
+    ]
     write(tmp_path, "data.yaml", text.format("gone"))
     layout = find_layout(str(tmp_path))
     assert layout.test is None and "gone: does not exist" in layout.notes[0][0]
@@ -264,7 +266,7 @@ def images_of(layout: Layout, split: str = "train") -> dict[str, int]:
     """Objects of each image, whose path is relative to root."""
     section = layout.section()
     config = DataConfig(**{"val": section["train"]} | section)
-    raw = read_raw(config, split, quietly)
+    raw = read_raw(config, split, ignore_issue)
     return {os.path.relpath(each.path, layout.root): len(each.objects) for each in raw.images}
 
 
@@ -451,16 +453,16 @@ def test_a_label_belongs_to_the_image_of_its_exact_name(tmp_path, form, unlabell
 @pytest.mark.parametrize("name", ["a%20b.jpg", "a b.jpg"])
 def test_a_name_in_a_subfolder_is_the_exact_one_first(tmp_path, name):
     touch(tmp_path, "s/a%20b.jpg", "t/a b.jpg", "u/c.jpg", "v/c.jpg", "w/%63.jpg")
-    found = find_image(tmp_path, f"C:\\upload\\{name}", "set.json", quietly)
+    found = find_image(tmp_path, f"C:\\upload\\{name}", "set.json", ignore_issue)
     assert found is not None and found.name == name
-    several = find_image(tmp_path, "C:\\upload\\c.jpg", "set.json", quietly)
+    several = find_image(tmp_path, "C:\\upload\\c.jpg", "set.json", ignore_issue)
     assert several is None or not several.exists()  # a decoded one would be no better
 
 
 def test_a_percent_encoded_name_leads_nowhere_else(tmp_path):
     touch(tmp_path, "secret.jpg", "images/a.jpg")
     for name in ("..%2Fsecret.jpg", "%2e%2e/secret.jpg", "a%00.jpg"):
-        found = find_image(tmp_path / "images", name, "set.json", quietly)
+        found = find_image(tmp_path / "images", name, "set.json", ignore_issue)
         assert found is None or not found.exists()
 
 
@@ -644,7 +646,7 @@ def test_images_of_lvis_are_found_by_their_addresses(tmp_path):
         write(tmp_path, f"annotations/lvis_v1_{split}.json", json.dumps(content))
     layout = find_layout(str(tmp_path))
     assert images_of(layout) == {"train2017/000005.jpg": 1}
-    raw = read_raw(DataConfig(**layout.section()), "val", quietly)
+    raw = read_raw(DataConfig(**layout.section()), "val", ignore_issue)
     names = [str(image.path.relative_to(tmp_path)) for image in raw.images]
     assert names == ["train2017/000003.jpg", "val2017/000003.jpg"]
 

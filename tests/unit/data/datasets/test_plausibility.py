@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from ppdist.config.data import DataConfig
-from ppdist.data.datasets.annotations import quietly, to_detection_set
-from ppdist.data.datasets.build import limited, read_raw, read_split
+from ppdist.data.datasets.annotations import ignore_issue, to_detection_set
+from ppdist.data.datasets.build import limit_images, read_raw, read_split
 from ppdist.data.datasets.convert import convert
 from ppdist.data.datasets.plausibility import check_boxes
 from ppdist.data.types import RawColumns, RawImage, RawObject, RawSet
@@ -100,7 +100,7 @@ def test_wrong_units_and_orders_are_refused_in_every_format(tmp_path, form, chan
     with raises(code, config.root):
         read_split(config, "train", 3)
     with raises(code, config.root):  # `data check` and `data convert`, too
-        read_raw(config, "train", quietly)
+        read_raw(config, "train", ignore_issue)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_an_image_counts_its_own_duplicates(tmp_path):
     dataset = to_detection_set(raw, "clip")
     assert len(dataset.records) == 4 and dataset.duplicates == {2: 1}
     for count in range(1, 5):
-        few = limited(dataset, count, "data.val.limit")
+        few = limit_images(dataset, count, "data.val.limit")
         at = [Path(record.path).name for record in few.records]
         assert few.duplicates == ({at.index("3.jpg"): 1} if "3.jpg" in at else {})
     unread = {2: "not an image"}

@@ -27,7 +27,7 @@ from ppdist.config.train import MicroBatches
 from ppdist.data.datasets.build import read_split
 from ppdist.data.image import read_image
 from ppdist.data.loading.loader import EvalLoader, TrainLoader
-from ppdist.data.loading.sampler import TrainSampler, copies
+from ppdist.data.loading.sampler import TrainSampler, expected_copies
 from ppdist.data.transforms import pipeline
 from ppdist.data.transforms.pipeline import reductions
 from ppdist.data.types import Batch
@@ -185,7 +185,7 @@ def stream(
             start_step=first,
             end_step=first,
             sizes=sizes,
-            copies_N=copies(dataset, config.sampling, None),
+            copies_N=expected_copies(dataset, config.sampling, None),
         )
         sampler = replace(sampler, end_step=EPOCHS * sampler.steps_per_epoch)
         with closing(TrainLoader(dataset, config, sampler, seed=seed, epochs=EPOCHS)) as loader:

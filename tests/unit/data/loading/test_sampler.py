@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 from ppdist.config.train import MicroBatches, takers
-from ppdist.data.loading.sampler import EvalSampler, TrainSampler, epoch_order, rectangular_shapes
+from ppdist.data.loading.sampler import (
+    EvalSampler,
+    TrainSampler,
+    draw_epoch_order,
+    rectangular_shapes,
+)
 from ppdist.data.transforms.geometry import letterbox
 
 SIZES = ((320, 320), (256, 288), (384, 352))
@@ -181,14 +186,14 @@ def test_split_micro_batches_keep_images_of_step(images, world, accumulate, batc
 
 
 def test_epochs_are_different_permutations_and_seeds_too():
-    orders = [epoch_order(50, 0, 0), epoch_order(50, 0, 1), epoch_order(50, 1, 0)]
+    orders = [draw_epoch_order(50, 0, 0), draw_epoch_order(50, 0, 1), draw_epoch_order(50, 1, 0)]
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
 
 
 def test_the_order_is_the_one_of_this_release():
     # A change of it would break the order of every run that is resumed.
-    assert epoch_order(8, 7, 2).tolist() == [5, 2, 4, 3, 6, 0, 1, 7]
+    assert draw_epoch_order(8, 7, 2).tolist() == [5, 2, 4, 3, 6, 0, 1, 7]
 
 
 # --- images that come more often -----------------------------------------------------------------

@@ -14,11 +14,11 @@ from ppdist.data.transforms.geometry import (
     crop,
     expand,
     map_boxes,
-    place,
+    place_window,
     random_geometry,
     render,
     resize_for_evaluation,
-    whole,
+    stretch_image,
 )
 from ppdist.data.types import keyed_generator
 from tests.unit.data.pictures import picture
@@ -38,7 +38,7 @@ def test_plain_image_of_input_size_is_unchanged():
 
 def mirrored(*axes: str) -> ResizeParams:
     """Nothing but this."""
-    values = zip(ResizeParams.__annotations__, whole(64, 48, (48, 64)))
+    values = zip(ResizeParams.__annotations__, stretch_image(64, 48, (48, 64)))
     return ResizeParams(**dict(values) | dict.fromkeys(axes, True))
 
 
@@ -56,7 +56,7 @@ def test_mirroring_twice_is_nothing():
 
 def test_what_an_expanded_image_does_not_cover_is_fill():
     image = np.zeros((48, 64, 3), np.uint8)
-    placement = place(np.array([-64.0, -48.0, 128.0, 96.0]), 64, 48, (144, 192))
+    placement = place_window(np.array([-64.0, -48.0, 128.0, 96.0]), 64, 48, (144, 192))
     assert placement == ResizeParams((0, 0, 64, 48), (64, 48, 128, 96), 144, 192)
     drawn = render(image, placement, cv2.INTER_LINEAR)
     assert (drawn[:48] == FILL).all() and (drawn[48:96, 64:128] == 0).all()
@@ -103,7 +103,7 @@ def test_objects_off_centre_or_too_small_are_dropped():
     placement = ResizeParams((6, 0, 100, 100), (0, 0, 94, 100), 100, 94)
     mapped, keep = map_boxes(boxes, placement)
     assert keep.tolist() == [False, False, False]
-    mapped, keep = map_boxes(boxes, whole(200, 200, (200, 200)))
+    mapped, keep = map_boxes(boxes, stretch_image(200, 200, (200, 200)))
     assert keep.tolist() == [True, False, True]
     mapped, keep = map_boxes(np.zeros((0, 4), np.float32), placement)
     assert mapped.shape == (0, 4) and keep.shape == (0,)

@@ -8,11 +8,11 @@ from ppdist.config.augment import AffineConfig, AugmentConfig
 from ppdist.data.transforms.geometry import (
     GeometryParams,
     affine,
-    between,
-    covered,
+    bounding_pixels,
+    box_matrix,
     map_by_matrix,
-    moved,
     paste,
+    scale_shift_matrix,
 )
 from ppdist.data.types import keyed_generator
 
@@ -36,13 +36,13 @@ def test_rotated_box_at_border_ends_at_visible_part():
     half = np.sqrt(0.5)
     turn = np.array([[half, -half, 0], [half, half, 0], [0, 0, 1]])  # by 45 degrees about (0, 0)
     boxes = np.array([[-10, -10, 10, 10], [0, 0, 40, 40]], np.float32)
-    mapped, keep = map_by_matrix(boxes, moved(to=(0, 50)) @ turn, (100, 100))
+    mapped, keep = map_by_matrix(boxes, scale_shift_matrix(to=(0, 50)) @ turn, (100, 100))
     tip = 20 * half
     np.testing.assert_allclose(mapped, [[0, 50 - tip, tip, 50 + tip], [0, 50, 2 * tip, 100]])
     assert keep.all()
     # A slanting bar passes by the input's corner; a fifth of the area around it is in sight.
     bar = np.array([[0, -1, 64, 1]], np.float32)
-    assert not map_by_matrix(bar, moved(to=(80, -25)) @ turn, (100, 100))[1][0]
+    assert not map_by_matrix(bar, scale_shift_matrix(to=(80, -25)) @ turn, (100, 100))[1][0]
 
 
 def test_tenth_of_rotated_box_uses_its_own_area():
@@ -50,7 +50,7 @@ def test_tenth_of_rotated_box_uses_its_own_area():
     turn = np.array([[half, -half, 0], [half, half, 0], [0, 0, 1]])
     box = np.array([[-50, -50, 50, 50]], np.float32)
     for depth, kept in ((30, False), (34, True)):  # of a tip that is `depth` ** 2 of 100 ** 2
-        matrix = moved(to=(depth - 100 * half, 100)) @ turn
+        matrix = scale_shift_matrix(to=(depth - 100 * half, 100)) @ turn
         assert map_by_matrix(box, matrix, (200, 200))[1].tolist() == [kept]
 
 
@@ -122,8 +122,8 @@ def test_touching_images_leave_no_gap_nor_spill(config):
         matrix = view(config, key)
         apart, whole = (np.full((120, 160, 3), 114, np.uint8) for _ in range(2))
         for box in ((20, 10, 80, 60), (80, 10, 140, 60), (20, 60, 80, 110), (80, 60, 140, 110)):
-            paste(apart, white, (0, 0, 60, 50), matrix @ between((0, 0, 60, 50), box))
-        paste(whole, white, (0, 0, 60, 50), matrix @ between((0, 0, 60, 50), (20, 10, 140, 110)))
+            paste(apart, white, (0, 0, 60, 50), matrix @ box_matrix((0, 0, 60, 50), box))
+        paste(whole, white, (0, 0, 60, 50), matrix @ box_matrix((0, 0, 60, 50), (20, 10, 140, 110)))
         if config is UPRIGHT:
             np.testing.assert_array_equal(apart, whole)
         around = np.ones((3, 3), np.uint8)  # slanted outlines may differ by a pixel
@@ -136,13 +136,18 @@ def test_touching_images_leave_no_gap_nor_spill(config):
 def test_image_out_of_view_is_not_drawn():
     image = np.full((10, 10, 3), 255, np.uint8)
     for x, y in ((200, 0), (-11, 0), (0, 130), (0, -10)):
-        matrix = moved(to=(x, y))
-        left, top, right, bottom = covered((0, 0, 10, 10), matrix, (120, 160))
+        matrix = scale_shift_matrix(to=(x, y))
+        left, top, right, bottom = bounding_pixels((0, 0, 10, 10), matrix, (120, 160))
         assert left >= right or top >= bottom
         drawn = np.zeros((120, 160, 3), np.uint8)
         paste(drawn, image, (0, 0, 10, 10), matrix)
         assert not drawn.any()
-    assert covered((0, 0, 10, 10), moved(to=(-5, 115)), (120, 160)) == (0, 115, 5, 120)
+    assert bounding_pixels((0, 0, 10, 10), scale_shift_matrix(to=(-5, 115)), (120, 160)) == (
+        0,
+        115,
+        5,
+        120,
+    )
 
 
 @pytest.mark.parametrize("mirror", [1, -1])
@@ -152,12 +157,14 @@ def test_enlarged_small_image_matches_its_boxes(mirror):
         image = np.full((12, 15, 3), 1, np.uint8)
         image[4:7, 5:9] = 255
         scale = np.array([mirror * zoom, zoom])
-        matrix = moved(scale=scale, to=[60, 55] - scale * [7, 5.5] + rng.uniform(-9, 9, 2))
+        matrix = scale_shift_matrix(
+            scale=scale, to=[60, 55] - scale * [7, 5.5] + rng.uniform(-9, 9, 2)
+        )
         drawn = np.zeros((110, 120, 3), np.uint8)
         drawn_as = paste(drawn, image, (0, 0, 15, 12), matrix)
         expected, _ = map_by_matrix(np.array([[5, 4, 9, 7]], np.float32), drawn_as, (110, 120))
         np.testing.assert_allclose(extent_of(drawn), expected[0], atol=1.6)
-        left, top, right, bottom = covered((0, 0, 15, 12), matrix, (110, 120))
+        left, top, right, bottom = bounding_pixels((0, 0, 15, 12), matrix, (110, 120))
         assert (drawn[top:bottom, left:right] > 0).all()
         drawn[top:bottom, left:right] = 0
         assert not drawn.any()
@@ -168,6 +175,6 @@ def test_a_zoom_looks_like_a_resize():
         np.random.RandomState(0).randint(0, 256, (60, 80, 3)).astype(np.uint8), (0, 0), 3
     )
     drawn = np.zeros((90, 120, 3), np.uint8)
-    paste(drawn, smooth, (0, 0, 80, 60), between((0, 0, 80, 60), (0, 0, 120, 90)))
+    paste(drawn, smooth, (0, 0, 80, 60), box_matrix((0, 0, 80, 60), (0, 0, 120, 90)))
     resized = cv2.resize(smooth, (120, 90), interpolation=cv2.INTER_LINEAR)
     assert np.abs(drawn.astype(int) - resized).max() <= 3

@@ -5,7 +5,7 @@ from dataclasses import replace
 import cv2
 import numpy as np
 
-from ppdist.data.transforms.color import erased, left_of
+from ppdist.data.transforms.color import clip_to_visible, erase_rectangle
 from ppdist.data.transforms.mix import PasteSource, copy_paste, cutmix
 from ppdist.data.types import Sample, keyed_generator
 
@@ -78,8 +78,8 @@ def test_erasing_hides_rectangle_and_its_objects():
     kept, shares = [], []
     for key in range(100):
         one = scene(key)
-        image_HW3, hidden_HW = erased(one.image_HW3, keyed_generator(0, key))
-        boxes_M4, keep_M = left_of(one.boxes_M4, hidden_HW)
+        image_HW3, hidden_HW = erase_rectangle(one.image_HW3, keyed_generator(0, key))
+        boxes_M4, keep_M = clip_to_visible(one.boxes_M4, hidden_HW)
         shown_HW3 = np.where(hidden_HW[..., None], 0, image_HW3).astype(np.uint8)
         left = replace(one, image_HW3=shown_HW3, boxes_M4=boxes_M4[keep_M],
                        labels_M=one.labels_M[keep_M])  # fmt: skip
@@ -139,9 +139,9 @@ def test_box_shrinks_only_past_fully_hidden_side():
         x1, y1, x2, y2 = hidden
         hidden_HW = np.zeros((40, 40), np.uint8)
         hidden_HW[y1:y2, x1:x2] = 1
-        boxes_M4, keep_M = left_of(box, hidden_HW)
+        boxes_M4, keep_M = clip_to_visible(box, hidden_HW)
         np.testing.assert_allclose(boxes_M4[0], expected, atol=1e-5)
         assert keep_M.all()
     hidden_HW[:, :24] = 1
-    assert not left_of(box, hidden_HW)[1].any()
-    assert left_of(np.zeros((0, 4), np.float32), hidden_HW)[0].shape == (0, 4)
+    assert not clip_to_visible(box, hidden_HW)[1].any()
+    assert clip_to_visible(np.zeros((0, 4), np.float32), hidden_HW)[0].shape == (0, 4)

@@ -12,7 +12,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.loading.loader import TrainLoader
 from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.transforms.geometry import GREY
-from ppdist.data.transforms.mix import Slot, around_a_point, mixup
+from ppdist.data.transforms.mix import Slot, mixup, point_layout
 from ppdist.data.types import Sample, SampleKey, keyed_generator
 from tests.unit.data.loaders import arrays, assert_equal
 from tests.unit.data.sets import coco_config, write_coco
@@ -55,7 +55,7 @@ def test_tiles_touch_the_point_and_each_other_only():
     ):
         before = 1 - corner % 2, 1 - corner // 2
         assert Slot(100, 90, *before).tile(40, 30) == expected
-    layouts = [around_a_point((60, 80), keyed_generator(0, key)) for key in range(300)]
+    layouts = [point_layout((60, 80), keyed_generator(0, key)) for key in range(300)]
     assert {(one.canvas, one.cell) for one in layouts} == {((120, 160), (60, 80))}
     slots_K4 = [one.slots for one in layouts]
     for slots in slots_K4:

@@ -12,7 +12,7 @@ from ppdist.config.augment import AugmentConfig
 from ppdist.config.parse import parse_config
 from ppdist.config.section import Section
 from ppdist.data.transforms.geometry import GREY
-from ppdist.data.transforms.mix import in_a_grid
+from ppdist.data.transforms.mix import grid_layout
 from ppdist.data.types import SampleKey
 from tests.unit.data.sets import write_coco
 from tests.unit.data.transforms.blocks import STILL, samples
@@ -41,7 +41,7 @@ def flat(tmp_path_factory) -> Path:
 
 def test_whole_mosaic_cells_tile_input_exactly():
     for size in ((96, 120), (64, 64), (320, 256), (100, 70)):
-        layout = in_a_grid(size)
+        layout = grid_layout(size)
         assert layout.canvas == size and len(layout.slots) == 4
         cells = [slot.tile(*layout.cell) for slot in layout.slots]
         seen_HW = np.zeros(size, int)
