@@ -1,7 +1,7 @@
 """Files of a data set: on disk, in shards, in stores.
 
-`ppdist/common/addresses.py` says what paths lead there.  Failures are those of a disk, OSError; a
-store that stays away is a StorageError.
+See `ppdist/common/addresses.py` for their paths.  Failures are OSError, as with a disk; a store
+that stays unavailable is a StorageError.
 """
 
 import errno

@@ -167,9 +167,9 @@ class EvalSampler:
     Over all ranks every image comes once.
 
     Without `shapes_N2` all inputs have `size` (height, width), and rank r takes images r,
-    r + world, ... in order.  With it (what `rectangular_shapes` gave) image i gets the input
+    r + world, ... in order.  With it (from `rectangular_shapes`) image i gets the input
     shapes_N2[i]: images of one shape share batches, the largest shapes first, and rank r takes
-    batches r, r + world, ...; what is in a batch does not depend on the number of ranks.
+    batches r, r + world, ...; the content of a batch does not depend on the number of ranks.
     Either way ranks may differ by one in the number of their batches.
     """
 

@@ -30,8 +30,8 @@ from ppdist.data.boxes import box_iou
 from ppdist.data.types import ImageRecord, Sample
 from ppdist.runtime.predictor import antialiased
 
-FILL = (124, 116, 104)  # mean colour of ImageNet, RGB; what lies beside an expanded image
-GREY = preprocess.GREY  # what lies beside a letterboxed one, and between the images of a mosaic
+FILL = (124, 116, 104)  # mean colour of ImageNet, RGB; fills the input beside an expanded image
+GREY = preprocess.GREY  # fills it beside a letterboxed image, and between the images of a mosaic
 
 
 # --- quarter turns -------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def render(
     Args:
         image_HW3: the image, or with `reduced` a reduction of it (see `read_image`).
         interpolation: OpenCV's constant.
-        colours_34: what `random_colours` gave; applied to the image, not to the fill beside it.
+        colours_34: from `random_colours`; applied to the image, not to the fill beside it.
     """
     x1, y1, x2, y2 = placement.source
     left, top, right, bottom = placement.target

@@ -207,7 +207,7 @@ class Samples:
     def _read_when_available(self, index: int) -> np.ndarray:
         """Reads the image, reduced; waits for its storage while that is unavailable.
 
-        Raises: DataError: the file cannot be read.  StorageError: storage stays away.
+        Raises: DataError: the file cannot be read.  StorageError: storage stays unavailable.
         """
         begin, earlier_seconds, waited = time.monotonic(), self._recent_wait_seconds(), False
 
@@ -232,7 +232,7 @@ class Samples:
     def _read_now(self, index: int) -> np.ndarray:
         """Reads the image, reduced, without a wait.
 
-        Raises: DataError: the file cannot be read.  StorageError: its storage is away.
+        Raises: DataError: the file cannot be read.  StorageError: its storage is unavailable.
         """
         path = self.path(index)
         for folder_was_readable in (False, True):
@@ -343,7 +343,7 @@ class TrainSamples(Samples):
         """
         Args:
             epochs: of the whole run; needed if augmentation depends on its length.
-            reductions_N: what `reductions` gave.
+            reductions_N: from `reductions`.
         Raises: ValueError: epochs are needed and were not given.
         """
         super().__init__(
