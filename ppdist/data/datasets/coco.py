@@ -72,7 +72,7 @@ class Categories(NamedTuple):
     """The categories of a file as classes.
 
     name_of: all categories, by id.  label_of: id -> class, of the categories that are classes.
-    names, ids: of the classes; a result file uses the ids.  known: see `map_categories`.
+    names, ids: of the classes; a result file uses the ids.  given_classes: see `map_categories`.
     """
 
     name_of: Mapping[int, str]
