@@ -386,10 +386,8 @@ def split(arguments: argparse.Namespace) -> int:
         print(f"{copies} images are duplicates; each stays in the same part as its original")
     for file in files:
         print(f"wrote {file}")
-    print(
-        f"to train and evaluate with them:\n{data_section(config, dataset, files, [*parts_of_list])}",
-        end="",
-    )
+    section = data_section(config, dataset, files, [*parts_of_list])
+    print(f"to train and evaluate with them:\n{section}", end="")
     absent = find_absent_classes(dataset, part_N, [*shares])
     if absent:
         process.warn(f"no image of {', '.join(absent)}")

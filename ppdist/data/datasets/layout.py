@@ -605,7 +605,8 @@ def _split_entries(keys: Mapping[str, Node], split: str) -> list[Node]:
     entries = node.value if isinstance(node.value, list) else [node]
     for entry in entries:
         if not isinstance(entry.value, str):
-            message = f"{split}: found {describe_value(entry)}, expected a folder, or a .txt file, or several"
+            value = describe_value(entry)
+            message = f"{split}: found {value}, expected a folder, or a .txt file, or several"
             raise DataError(message, code="bad_data_yaml", where=str(entry.place))
     return entries
 
