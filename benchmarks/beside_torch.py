@@ -47,9 +47,11 @@ def measure(size: str, dtype: str, threads: int, steps: int, scratch: Path) -> R
         our_worker = stack.enter_context(_Worker("ours", size, dtype, threads, scratch))
         our_worker.ask("ready")
         torch_worker = stack.enter_context(_Worker("torch", size, dtype, threads, scratch))
+        # Both models must compute the same before their times mean anything.
         _require_equal(our_worker.ask("ready"), torch_worker.ask("ready"), dtype)
         seconds: dict[str, list[list[float]]] = {"ours": [], "torch": []}
         for number in range(_WARMUP + steps):
+            # Who goes first alternates, so that none always follows the other's warm caches.
             for worker in (
                 (our_worker, torch_worker) if number % 2 == 0 else (torch_worker, our_worker)
             ):

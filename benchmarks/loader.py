@@ -127,6 +127,7 @@ def compare_loaders(
             running["torch"] = stack.enter_context(
                 closing(_Torch(dataset, image_size, batch_size, running["ours"].processes))
             )
+        # Loaders take turns, because the load of the machine changes within minutes.
         rates: dict[str, list[tuple[float, float]]] = {name: [] for name in running}
         for _ in range(rounds):
             for name, loader in running.items():

@@ -101,6 +101,7 @@ def measure(folder: Path, ranks: list[int]) -> Report:
     report: Report = {"megabytes": round((folder / "train.json").stat().st_size / 1e6)}
     for count in ranks:
         cache = folder / "cache"
+        # The first start of a number of ranks must find no cache.
         shutil.rmtree(cache, ignore_errors=True)
         starts = {name: _start(folder, count, cache) for name in ("first", "second")}
         report[f"{count} ranks"] = starts

@@ -50,6 +50,7 @@ def measure_startup(
     """
     starts: dict[int, list[Report]] = {count: [] for count in counts}
     for turn in range(repeats):
+        # Starts take turns in alternating order: a start warms the file caches of the next one.
         for count in counts if turn % 2 == 0 else reversed(counts):
             starts[count].append(_start(launcher, options, count, out / f"{turn}-{count}"))
     report: Report = {f"{count} processes": _typical(starts[count]) for count in counts}

@@ -61,6 +61,7 @@ def measure_storage(
         # The first round, which does not count, fills caches of the system and of imports.
         for number in range(rounds + 1):
             for name, root in roots.items():
+                # A cache for each round: its first visit is cold.
                 os.environ["XDG_CACHE_HOME"] = f"{scratch}/cache-{number}"
                 storage_config = plain.model_copy(update={"root": root})
                 for heat in ("",) if not root.startswith("s3:") else (" cold", " warm"):

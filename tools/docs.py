@@ -231,6 +231,7 @@ def _kinds(trees: Mapping[str, ast.Module]) -> dict[str, str]:
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     kinds = {_BASE_CLASS: "", "FileError": "user"}  # ppdist reports it as one of its own
     before = 0
+    # A class may stand before its base, in another file; repeat until no more are found.
     while len(kinds) > before:
         before = len(kinds)
         for node in classes:
@@ -311,6 +312,7 @@ def commands_text() -> str:
 
 def _read_help(command: str, *words: str) -> str:
     output, argv, columns = io.StringIO(), sys.argv, os.environ.get("COLUMNS")
+    # The width of this terminal must not change the page.
     sys.argv, os.environ["COLUMNS"] = [f"ppdist {command}", *words, "--help"], "100"
     try:
         with redirect_stdout(output), suppress(SystemExit):

@@ -124,6 +124,7 @@ def check(arguments: argparse.Namespace) -> int:
                 code="no_boxes_to_fix",
                 where="--fix",
             )
+        # Checked before the set is read, which may take minutes.
         make_folder(arguments.fix)
         if any(arguments.fix.iterdir()):
             raise errors.ConfigError(
@@ -374,6 +375,7 @@ def split(arguments: argparse.Namespace) -> int:
         parts_of_list = {name: {part} for part, name in enumerate(shares)}
     config = load(arguments).data.model_copy(update={"val_fraction": None})  # all of it
     dataset = read_split(config, "train", all_images=True)
+    # Duplicates stay in one part: otherwise validation images would also be trained on.
     group_N = group_by_content([record.path for record in dataset.records])
     classes = [record.labels_M[~record.crowd_M] for record in dataset.records]
     part_N = divide(classes, group_N, [*shares.values()], arguments.seed)
@@ -410,6 +412,7 @@ def anchors(arguments: argparse.Namespace) -> int:
         )
     model = build_model(config)
     if config.model.pretrained and not config.model.anchors:
+        # Pretrained weights bring their anchors along, unless the configuration sets others.
         load_weights(model, config.model.pretrained)
     before_LA2, threshold = model.anchors_LA2, model.anchor_threshold
     seed = config.seed if arguments.seed is None else arguments.seed

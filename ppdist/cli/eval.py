@@ -64,6 +64,7 @@ def main() -> int:
         warn = process.warn if comm.is_main() else lambda _: None
         read_card_or_warn(arguments.weights, warn, derives=False)
 
+    # A set without annotations can be predicted, but not measured or bounded.
     ready = prepare_evaluation(
         config, Path(arguments.weights), split=arguments.split, prepare=prepare,
         annotated=not arguments.save_detections or bool(target),

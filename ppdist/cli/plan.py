@@ -256,6 +256,7 @@ def fit_step(rows: Sequence[Row], cluster: Cluster, assumed: list[str]) -> Fit:
     """Fits the step-time model and appends what it assumed to `assumed`."""
     identified = identifiable(rows)
     several = cluster.size > 1 or all(row.cards > 1 for row in rows)
+    # With rows on one card only, the cost of several cards has to be assumed.
     jitter = parallel = None
     if several and "jitter" not in identified:
         jitter = JITTER
