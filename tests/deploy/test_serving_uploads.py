@@ -57,7 +57,7 @@ def animated(format: str) -> bytes:
 @pytest.mark.parametrize("size", [(120, 80), (121, 97), (1, 1), (7, 500)])
 def test_every_promised_format_is_read_at_odd_sizes(suffix, size):
     content = encoded(np.full((size[1], size[0], 3), 200, np.uint8), suffix)
-    assert uploads.frame(content)[1:] == size
+    assert uploads.read_header(content)[1:] == size
     image_HW3 = uploads.decode(content, 10**6)
     assert image_HW3.shape == (size[1], size[0], 3)
     assert abs(image_HW3.astype(int) - 200).max() <= 3
@@ -67,7 +67,7 @@ def test_every_promised_format_is_read_at_odd_sizes(suffix, size):
 def test_the_three_kinds_of_webp_are_told_apart(options):
     file = io.BytesIO()
     Image.fromarray(picture()).save(file, "WEBP", **options)
-    assert uploads.frame(file.getvalue()) == ("WebP", 120, 80)
+    assert uploads.read_header(file.getvalue()) == ("WebP", 120, 80)
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "P", "RGBA", "LA", "I;16", "CMYK"])
