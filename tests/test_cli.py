@@ -74,7 +74,7 @@ def test_page_of_published_weights_is_up_to_date():
 
 
 def test_every_config_that_ships_says_what_it_is():
-    listed = config.listing()
+    listed = config.format_listing()
     assert max(map(len, listed.splitlines())) <= 80
     for name in [*short_names(), *({*recipes()} - {*short_names().values()})]:
         assert re.search(rf"^{name} +\S.+", listed, re.MULTILINE), name

@@ -17,7 +17,7 @@ import pytest
 
 import ppdist
 from ppdist import Detections, Detector, api, evaluate, export, train
-from ppdist.cli.config import listing
+from ppdist.cli.config import format_listing
 from ppdist.config.migration import table
 from ppdist.models.zoo import zoo
 from tests.errors import raises
@@ -64,7 +64,9 @@ def test_keys_of_other_trainers_are_those_that_messages_name(page: str) -> None:
 def test_times_of_models_are_those_of_config_list() -> None:
     text = (ROOT / "docs/which_model.md").read_text("utf-8")
     rows = re.findall(r"^\| `(\w+)` \|(?: [\d.]* ?\|){3} (\d+) \|", text, re.M)
-    listed = {line.split()[0]: line.split() for line in listing().splitlines() if line.strip()}
+    listed = {
+        line.split()[0]: line.split() for line in format_listing().splitlines() if line.strip()
+    }
     assert len(rows) > 3
     assert dict(rows) == {name: listed[name][-2] for name, _ in rows}
 

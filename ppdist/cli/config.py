@@ -40,7 +40,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.command == "list":
-        print(listing(), end="")
+        print(format_listing(), end="")
     elif args.command == "show":
         print(dump_yaml(load_config(args.config, args.override)), end="")
     else:
@@ -60,7 +60,7 @@ Other sets and examples: `-c NAME`; to edit one, `ppdist config copy NAME`.
 {others}"""
 
 
-def listing() -> str:
+def format_listing() -> str:
     """Lists the shipped configs in 80 columns: recipes with their figures, then the others."""
     runtimes, published_weights = read_runtimes(), read_published_weights()
     head = ("name", "pixels", "params M", "AP", "ms", "weights")

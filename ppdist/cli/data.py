@@ -432,11 +432,13 @@ def anchors(arguments: argparse.Namespace) -> int:
     ]
     for level, level_anchors in enumerate(zip(before_LA2, fit.anchors_LA2)):
         for present_2, fitted_2 in zip(*level_anchors):
-            rows.append([f"level {level}: width, height", sides(present_2), sides(fitted_2)])
+            rows.append(
+                [f"level {level}: width, height", format_sides(present_2), format_sides(fitted_2)]
+            )
     print_table(["", "present", "fitted"], rows)
     print("to use the fitted ones:\nmodel:\n  anchors:")
     for fitted_A2 in fit.anchors_LA2:
-        print(f"    - [{', '.join(f'[{sides(fitted)}]' for fitted in fitted_A2)}]")
+        print(f"    - [{', '.join(f'[{format_sides(fitted)}]' for fitted in fitted_A2)}]")
     if config.model.anchors:
         print("training would keep the present anchors (model.anchors)")
     else:
@@ -445,7 +447,7 @@ def anchors(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def sides(anchor: Iterable[float]) -> str:
+def format_sides(anchor: Iterable[float]) -> str:
     return ", ".join(f"{side:g}" for side in anchor)
 
 

@@ -127,7 +127,7 @@ def run_predict(arguments: argparse.Namespace, measured: Measured) -> dict[str, 
     job, cluster, assumed = describe_job(arguments, measured)
     predictions = [predict(job, smaller) for smaller in clusters_up_to(cluster)]
     heads = ["cards", "batch", "step ms", "limit", "img/s", "efficiency", "hours", "GPU-hours"]
-    print_table(heads, map(columns, predictions))
+    print_table(heads, map(format_columns, predictions))
     answer = predictions[-1]
     parts = [f"{name} {1000 * part:.1f}" for name, part in asdict(answer.step).items()]
     print(f"{answer.cluster} cards, milliseconds of a step: {', '.join(parts)}")
@@ -148,7 +148,7 @@ def run_predict(arguments: argparse.Namespace, measured: Measured) -> dict[str, 
     }
 
 
-def columns(prediction: Prediction) -> list[str]:
+def format_columns(prediction: Prediction) -> list[str]:
     step, limit = prediction.step, prediction.step.limit
     return [
         str(prediction.cluster),

@@ -39,7 +39,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     from ppdist.metrics.run import read_run, require_run, write_history
-    from ppdist.report.content import verdict_on
+    from ppdist.report.content import judge_if_ended
     from ppdist.report.page import write_report
     from ppdist.viz.run_plots import draw_run
 
@@ -53,7 +53,7 @@ def main() -> int:
     out = arguments.out or folder / "report.html"
     for problem in write_report(folder, out):
         print(f"not in the page: {problem}", file=sys.stderr)
-    for finding in verdict_on(read_run(folder)):
+    for finding in judge_if_ended(read_run(folder)):
         print(finding.text)
     print(out)
     return 0

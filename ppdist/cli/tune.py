@@ -127,7 +127,7 @@ def deal_cards(workers: int, processes: int) -> list[list[str]]:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    from ppdist.lab.tune.results import ranking, read_rows
+    from ppdist.lab.tune.results import rank_settings, read_rows
 
     rows = read_rows(arguments.folder)
     if not rows:
@@ -136,7 +136,7 @@ def show(arguments: argparse.Namespace) -> int:
     states = [row["state"] for row in rows]
     counts = ", ".join(f"{states.count(name)} {name}" for name in dict.fromkeys(states))
     print(f"{rows[0]['study']}: {counts}")
-    settings, metric = ranking(rows), rows[0]["metric"]
+    settings, metric = rank_settings(rows), rows[0]["metric"]
     heads = ["setting", "trials", "state", "epochs", "minutes", f"{metric}, last", "best"]
     print_table(heads, [setting.cells() for setting in settings])
     best = settings[0]

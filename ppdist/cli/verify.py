@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def accelerator(arguments: argparse.Namespace) -> int:
-    from ppdist.lab.verify.accelerator import failed, verify_accelerator
+    from ppdist.lab.verify.accelerator import has_failed, verify_accelerator
 
     report = verify_accelerator(
         arguments.config,
@@ -88,7 +88,7 @@ def accelerator(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         efficiency=arguments.efficiency,
     )
-    return 1 if failed(report) else 0
+    return 1 if has_failed(report) else 0
 
 
 def equivalence(arguments: argparse.Namespace) -> int:
@@ -97,7 +97,7 @@ def equivalence(arguments: argparse.Namespace) -> int:
     from ppdist.config.experiment import load_config
     from ppdist.distributed import comm
     from ppdist.lab.verify import dp_equivalence
-    from ppdist.lab.verify.dp_equivalence import lines, verdict
+    from ppdist.lab.verify.dp_equivalence import format_lines, verdict
 
     steps = [f"train.max_steps={arguments.steps}", "log.visualdl=false"]
     config = load_config(arguments.config, [*arguments.override, *steps])
@@ -120,7 +120,7 @@ def equivalence(arguments: argparse.Namespace) -> int:
         script += ["-o", *arguments.override]
     report = dp_equivalence.verify_ranks(config, arguments.steps, [sys.executable, *script])
     if comm.is_main():
-        print("\n".join(lines(report)), flush=True)
+        print("\n".join(format_lines(report)), flush=True)
         if arguments.json:
             write_json(arguments.json, [report], indent=1)
     return 0 if verdict(report) == "PASS" else 1
@@ -132,11 +132,11 @@ def zoo(arguments: argparse.Namespace) -> int:
     from ppdist.common.files import write_json
     from ppdist.config.distributed import DistributedConfig
     from ppdist.distributed import comm
-    from ppdist.lab.verify.zoo import FAIL, NOT_RUN, PASS, line, listing, verify_zoo
+    from ppdist.lab.verify.zoo import FAIL, NOT_RUN, PASS, format_listing, format_row, verify_zoo
     from ppdist.models.zoo import zoo as published
 
     if not arguments.weights:
-        print(listing())
+        print(format_listing())
         if arguments.json:
             write_json(arguments.json, [asdict(entry) for entry in published().values()], indent=1)
         return 0
@@ -148,7 +148,7 @@ def zoo(arguments: argparse.Namespace) -> int:
         for row in verify_zoo(arguments.weights, arguments.override):
             rows.append(row)
             if comm.is_main():
-                print(line(row), flush=True)
+                print(format_row(row), flush=True)
     finally:  # after Ctrl-C, too
         if comm.is_main() and arguments.json:
             write_json(arguments.json, [asdict(row) for row in rows], indent=1)

@@ -32,7 +32,7 @@ from ppdist.distributed.progress import Progress
 from ppdist.engine.parts import EvaluationStopped
 from ppdist.losses.base import Loss
 from ppdist.losses.nms import multiclass_nms
-from ppdist.metrics.classification import BEST, Ranking, accuracy, rank, write_ranking
+from ppdist.metrics.classification import BEST, Ranking, compute_accuracy, rank, write_ranking
 from ppdist.metrics.coco import evaluate_boxes, fitness, metric_names, write_detections
 from ppdist.metrics.scored import count_duplicates, left_out_line, scored_images
 from ppdist.models.base import Detector, ImageModel
@@ -489,8 +489,8 @@ class ClassificationEvaluator(DatasetEvaluator[Ranking]):
     headline = metrics = CLASSIFICATION_METRICS
 
     def _measure(self, results: Ranking) -> dict[str, float]:
-        """Computes the metrics of `ppdist.metrics.classification.accuracy`."""
-        return accuracy(results)
+        """Computes the metrics of `ppdist.metrics.classification.compute_accuracy`."""
+        return compute_accuracy(results)
 
     def class_scores(self, metrics: dict[str, float]) -> None:
         """Returns None: accuracy is measured over all classes together."""

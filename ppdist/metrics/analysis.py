@@ -16,7 +16,7 @@ import numpy as np
 from ppdist.common.process import printable
 from ppdist.config.evaluate import COCO_DETECTIONS
 from ppdist.data.types import DetectionSet
-from ppdist.metrics.classification import BEST, Ranking, accuracy
+from ppdist.metrics.classification import BEST, Ranking, compute_accuracy
 from ppdist.metrics.coco import CocoArrays, coco_arrays, fitness
 from ppdist.metrics.matching import (
     CONFIDENCE_T,
@@ -28,20 +28,20 @@ from ppdist.metrics.matching import (
     Detections,
     GroundTruth,
     Pairs,
-    best_step,
     coco_average_precision,
     collect_objects,
+    compute_operating_points,
     count_by_confidence,
     count_objects,
+    default_step,
+    find_best_step,
+    find_overlaps,
     match_as_coco,
     match_as_voc,
     mean_of_measured,
     most_overlapped,
-    operating_points,
-    overlaps,
     right_by_class,
     select_detections,
-    usual_step,
     voc_average_precision,
 )
 from ppdist.metrics.scored import count_duplicates, scored_images
@@ -114,11 +114,11 @@ def _analyse_boxes(
     classes = len(dataset.class_names)
     truth = collect_objects(dataset)
     detections = select_detections(truth, detections_R7, max_detections)
-    pairs = overlaps(truth, detections)
+    pairs = find_overlaps(truth, detections)
     match_F = match_as_coco(truth, detections, pairs, IOU)
     kind_F, about_F = classify_errors(truth, detections, pairs, match_F)
     counts = count_by_confidence(truth, detections, match_F, classes)
-    best = best_step(counts)
+    best = find_best_step(counts)
     # A set without objects has no best F1; 0.5 is as good as any.
     confidence = CONFIDENCE_T[len(CONFIDENCE_T) // 2 if best is None else best]
     confident_F = detections.score_F >= confidence
@@ -138,7 +138,7 @@ def _analyse_boxes(
         "metrics": {
             **{name: _or_none(value) for name, value in coco.items()},
             "fitness": _or_none(fitness(coco)),
-            **{name: _or_none(value) for name, value in operating_points(counts).items()},
+            **{name: _or_none(value) for name, value in compute_operating_points(counts).items()},
             "VOC_11_point": voc_2[0],
             "VOC_area": voc_2[1],
         },
@@ -158,7 +158,7 @@ def _analyse_boxes(
         },
         **_worst_and_best(dataset, matches),
     }
-    return plain(content)
+    return to_json_types(content)
 
 
 def _analyse_classes(dataset: DetectionSet, ranking: Ranking, step: int | None) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _analyse_classes(dataset: DetectionSet, ranking: Ranking, step: int | None) 
         "step": step,
         **scored_images(dataset),
         "class_names": list(dataset.class_names),
-        "metrics": accuracy(ranking),
+        "metrics": compute_accuracy(ranking),
         "per_class": [dict(zip(columns, row)) for row in zip(*columns.values())],
         "confusion": confusion_table(true_K, called_K, classes),
     }
@@ -368,7 +368,7 @@ def _per_class(
     # A cell stands for a class in an image, so that an image counts once for each of its classes.
     cells = np.unique(truth.image_G[counted_G] * classes + truth.label_G[counted_G])
     images_C = np.bincount(cells % classes, minlength=classes) if classes else cells
-    step, usual_at = best_step(counts) or 0, usual_step()
+    step, usual_at = find_best_step(counts) or 0, default_step()
     at_points = {  # each is computed for all confidences at once
         "precision": counts.precision_CT[:, step],
         "recall": counts.recall_CT[:, step],
@@ -505,13 +505,13 @@ def _or_none(value: float) -> float | None:
     return None if value < 0 else value
 
 
-def plain(content: Any) -> Any:
+def to_json_types(content: Any) -> Any:
     """Converts to JSON types: arrays to lists, NaN and infinity to None."""
     if isinstance(content, dict):
-        return {key: plain(value) for key, value in content.items()}
+        return {key: to_json_types(value) for key, value in content.items()}
     if isinstance(content, np.ndarray | list | tuple):
         values = content.tolist() if isinstance(content, np.ndarray) else content
-        return [plain(value) for value in values]
+        return [to_json_types(value) for value in values]
     if isinstance(content, np.generic):
         content = content.item()
     return None if isinstance(content, float) and not np.isfinite(content) else content

@@ -43,7 +43,7 @@ def rank(probabilities_NC: np.ndarray, labels_N: np.ndarray, index_N: np.ndarray
     return Ranking(index_N.astype(np.int64), place_N.astype(np.int64), best_NK, scores_NK)
 
 
-def accuracy(ranking: Ranking) -> dict[str, float]:
+def compute_accuracy(ranking: Ranking) -> dict[str, float]:
     """Computes top-1 and top-5 accuracy, 0..1."""
     within = {"top1": 1, "top5": 5}
     return {name: float((ranking.place_N < within[name]).mean()) for name in CLASSIFICATION_METRICS}

@@ -23,10 +23,10 @@ from ppdist.metrics.matching import (
     Detections,
     GroundTruth,
     collect_objects,
+    compute_operating_points,
     count_by_confidence,
+    find_overlaps,
     match_as_coco,
-    operating_points,
-    overlaps,
     select_detections,
 )
 
@@ -218,8 +218,8 @@ def evaluate_boxes(
     detections = select_detections(truth, detections_R7, max_detections)
     classes = len(dataset.class_names)
     arrays = coco_arrays(truth, detections, classes, max_detections)
-    match_F = match_as_coco(truth, detections, overlaps(truth, detections), IOU)
-    points = operating_points(count_by_confidence(truth, detections, match_F, classes))
+    match_F = match_as_coco(truth, detections, find_overlaps(truth, detections), IOU)
+    points = compute_operating_points(count_by_confidence(truth, detections, match_F, classes))
     per_class = {
         f"AP/{name}": arrays.of_class(label)["AP"] for label, name in enumerate(dataset.class_names)
     }

@@ -148,7 +148,7 @@ def _rank_within(image_F: np.ndarray, label_F: np.ndarray) -> np.ndarray:
     return rank_F
 
 
-def overlaps(truth: GroundTruth, detections: Detections) -> Pairs:
+def find_overlaps(truth: GroundTruth, detections: Detections) -> Pairs:
     """Finds every pair in one image that overlaps by NEAR or more."""
     images = len(truth.order_N)
     begin_N = np.searchsorted(truth.image_G, np.arange(images))
@@ -332,7 +332,7 @@ def count_objects(truth: GroundTruth, classes: int) -> np.ndarray:
     return np.bincount(truth.label_G[~truth.crowd_G], minlength=classes)
 
 
-def best_step(counts: Counts) -> int | None:
+def find_best_step(counts: Counts) -> int | None:
     """Returns the position in CONFIDENCE_T of the largest mean F1.
 
     Of several equal ones it is the middle; None: there is no object.
@@ -344,7 +344,7 @@ def best_step(counts: Counts) -> int | None:
     return int(best[len(best) // 2])
 
 
-def operating_points(counts: Counts) -> dict[str, float]:
+def compute_operating_points(counts: Counts) -> dict[str, float]:
     """Computes precision, recall and F1 at the best F1, and at confidence 0.25.
 
     Means over classes with objects.
@@ -352,7 +352,7 @@ def operating_points(counts: Counts) -> dict[str, float]:
     Precision is the mean of the classes of which something was found, 0 where nothing was.
     Returns: OPERATING_POINTS, each -1 where the set has no object.
     """
-    step = best_step(counts)
+    step = find_best_step(counts)
     if step is None:
         return dict.fromkeys(OPERATING_POINTS, -1.0)
     measured_C = counts.objects_C > 0
@@ -362,7 +362,7 @@ def operating_points(counts: Counts) -> dict[str, float]:
         mean = float(mean_of_measured(values_CT[measured_C, step]))
         return mean if np.isfinite(mean) else 0.0
 
-    usual_at = usual_step()
+    usual_at = default_step()
     return {
         "precision": mean_at(step, counts.precision_CT),
         "recall": mean_at(step, counts.recall_CT),
@@ -379,7 +379,7 @@ OPERATING_POINTS = (
 )  # fmt: skip
 
 
-def usual_step() -> int:
+def default_step() -> int:
     """Returns the position in CONFIDENCE_T of USUAL_THRESHOLD."""
     return int(np.searchsorted(CONFIDENCE_T, USUAL_THRESHOLD))
 

@@ -172,14 +172,14 @@ class Page:
 
 def show(run: Run) -> Page:
     """Makes everything that the page of a run shows."""
-    page = Page(run, describe_status(run), verdict_on(run), list(_tiles(run)))
+    page = Page(run, describe_status(run), judge_if_ended(run), list(_tiles(run)))
     page.slow_ranks = slow_ranks(run)
     page.events = list(_list_events(run))
     page.scores = make_scores(run.evaluation) if run.evaluation else None
     return page
 
 
-def verdict_on(run: Run) -> list[Finding]:
+def judge_if_ended(run: Run) -> list[Finding]:
     """Judges a run; [] while it trains or without data."""
     return [] if run.running or not (run.train or run.measured) else judge_run(run)
 

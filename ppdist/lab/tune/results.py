@@ -129,7 +129,7 @@ class Setting:
         return [*cells, f"{mean(final_values):.4f}{spread}", f"{mean(self.values('best')):.4f}"]
 
 
-def ranking(rows: Sequence[Row]) -> list[Setting]:
+def rank_settings(rows: Sequence[Row]) -> list[Setting]:
     """Ranks settings by the mean of their last values, the best first, those without any last."""
     trials: dict[str, list[Row]] = {}
     for row in rows:

@@ -162,7 +162,7 @@ class Store:
                 )
             except (LookupError, ValueError, TypeError, AssertionError, RuntimeError) as error:
                 # Optuna has no error of its own for entries that do not fit each other.
-                raise self._damaged(
+                raise self._damage_error(
                     journal, f"its lines contradict each other ({type(error).__name__}: {error})"
                 ) from error
         failed = [trial.number for trial in self.trials() if trial.state == TrialState.FAIL]
@@ -217,16 +217,18 @@ class Store:
             with files.open_file(journal) as file:
                 for number, line in enumerate(file, start=1):
                     if not _is_entry(line):
-                        raise self._damaged(journal, f"line {number} was cut off or overwritten")
+                        raise self._damage_error(
+                            journal, f"line {number} was cut off or overwritten"
+                        )
         except FileNotFoundError:
             pass
         except OSError as error:
-            raise self._damaged(journal, f"it cannot be read ({error.strerror})") from error
+            raise self._damage_error(journal, f"it cannot be read ({error.strerror})") from error
         # An empty journal is right only for a new study.
         if not number and any((self.folder / "trials").glob("*")):
-            raise self._damaged(journal, "it is missing or empty")
+            raise self._damage_error(journal, "it is missing or empty")
 
-    def _damaged(self, journal: Path, description: str) -> ConfigError:
+    def _damage_error(self, journal: Path, description: str) -> ConfigError:
         return ConfigError(
             f"{description}, as in a power failure, and later lines depend on it; kept are the "
             f"runs in {self.folder / 'trials'} and, of trials that ended, trials.jsonl",

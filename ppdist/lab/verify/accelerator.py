@@ -140,7 +140,7 @@ def verify_accelerator(
             device.release_memory()
             seconds[name] = time.monotonic() - began
             if comm.is_main():
-                print(line(name, results[name]), flush=True)
+                print(format_result(name, results[name]), flush=True)
     report = {
         "machine": describe_machine() | {"hosts": comm.all_gather_object(comm.host())},
         "config": config_file or "built in",
@@ -315,16 +315,18 @@ PARTS: dict[str, Callable[[Proof], Result]] = {
 }
 
 
-def line(name: str, result: Result) -> str:
+def format_result(name: str, result: Result) -> str:
     """Formats `PASS     resume`, with what went wrong or the reason, and the figures below."""
     reason = "; ".join(result.problems) or result.not_run
     rates = result.measured.get("images_per_second", {})
     below = [f"{rate:.1f} images a second on {ranks}" for ranks, rate in sorted(rates.items())]
-    below += dp_equivalence.lines(report) if (report := result.measured.get("report")) else []
+    below += (
+        dp_equivalence.format_lines(report) if (report := result.measured.get("report")) else []
+    )
     title = f"{result.verdict:<8} {name}" + (f": {reason}" if reason else "")
     return "\n".join([title, *(f"  {row}" for row in below)])
 
 
-def failed(report: Report) -> bool:
+def has_failed(report: Report) -> bool:
     """Returns True if any part failed."""
     return any(part["verdict"] == FAIL for part in report["parts"].values())

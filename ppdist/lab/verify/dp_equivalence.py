@@ -388,7 +388,9 @@ def compare(ranks: Trace, alone: Trace, moved: Sequence[Trace], *, tolerance: fl
     """
     measurements = measure(ranks, alone, moved, tolerance=tolerance)
     # A step tells right from wrong if one of the two does.
-    rounding_S = np.minimum(*(_largest(off, moved, alone) for off in (losses_off, norm_off)))
+    rounding_S = np.minimum(
+        *(_largest(off, moved, alone) for off in (compare_losses, compare_norms))
+    )
     tells_S = _ROUNDINGS_ALLOWED * rounding_S <= _BLIND
     return {
         "tolerance": tolerance,
@@ -405,7 +407,7 @@ def measure(
 ) -> list[Measurement]:
     """Measures the rows of `compare`: losses, gradient norm, weights and statistics."""
     measurements = []
-    for name, off_by_step in (("losses", losses_off), ("gradient norm", norm_off)):
+    for name, off_by_step in (("losses", compare_losses), ("gradient norm", compare_norms)):
         rounding_S = _largest(off_by_step, moved, alone)
         allowed_S = np.maximum(tolerance, _ROUNDINGS_ALLOWED * rounding_S)
         off_S = off_by_step(ranks, alone)
@@ -414,7 +416,7 @@ def measure(
         moved_S = _relative(alone, group, alone[f"before/{group}"])
         if not moved_S.any():  # a model without statistics has none that move
             continue
-        off_by_step = partial(updates_off, group=group)
+        off_by_step = partial(compare_updates, group=group)
         rounding_S = _largest(off_by_step, moved, alone)
         allowed_S = np.maximum(tolerance * moved_S, _ROUNDINGS_ALLOWED * rounding_S)
         allowed_S = np.maximum(allowed_S, ROUNDINGS["float32"])
@@ -446,7 +448,7 @@ def _finite(off_S: np.ndarray) -> np.ndarray:
     return np.nan_to_num(off_S, nan=_NOT_FINITE, posinf=_NOT_FINITE)
 
 
-def losses_off(ranks: Trace, reference: Trace) -> np.ndarray:
+def compare_losses(ranks: Trace, reference: Trace) -> np.ndarray:
     """Returns the largest difference of a loss term, relative to the reference's total [S]."""
     total_S = np.maximum(np.abs(reference["losses/loss"]), 1e-12)
     keys = [key for key in reference if key.startswith("losses/")]
@@ -454,14 +456,14 @@ def losses_off(ranks: Trace, reference: Trace) -> np.ndarray:
     return _finite(np.max(terms, axis=0))
 
 
-def norm_off(ranks: Trace, reference: Trace) -> np.ndarray:
+def compare_norms(ranks: Trace, reference: Trace) -> np.ndarray:
     """Returns the relative difference of the gradient's norm before clipping [S]."""
     expected_S = reference["norm/gradient"]
     off_S = np.abs(ranks["norm/gradient"] - expected_S) / np.maximum(np.abs(expected_S), 1e-12)
     return _finite(off_S)
 
 
-def updates_off(ranks: Trace, reference: Trace, *, group: str) -> np.ndarray:
+def compare_updates(ranks: Trace, reference: Trace, *, group: str) -> np.ndarray:
     """Measures how far apart the updates of each step are, relative to what they lead to [S].
 
         |update of ranks - update of reference| / |reference|
@@ -492,7 +494,7 @@ def verdict(report: Report) -> str:
     return "PASS" if tells and not blind else "INCONCLUSIVE"
 
 
-def lines(report: Report) -> list[str]:
+def format_lines(report: Report) -> list[str]:
     """Formats the table of one number of ranks, with notes and verdict."""
     steps, differing = report["steps"], report["ranks_with_other_weights"]
     size = report["micro_batches"]

@@ -137,7 +137,7 @@ def _measure_row(entry: PublishedWeights, weights: str, overrides: Sequence[str]
     )
 
 
-def line(row: Row) -> str:
+def format_row(row: Row) -> str:
     """Formats a row for the terminal."""
     if row.measured is None:
         return f"{row.verdict:12}  {row.name or row.weights}: {row.why}"
@@ -149,7 +149,7 @@ def line(row: Row) -> str:
 # --- listing --------------------------------------------------------------------------------------
 
 
-def listing() -> str:
+def format_listing() -> str:
     """Lists all published names for the terminal, and which files are on this host."""
     lines = [f"{'name':30} {'params M':>8}  {'licence':10} {'published':20} here"]
     for entry in zoo().values():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.coco import generate_set
-from ppdist.metrics.analysis import MAX_CURVES, analyse, class_table, plain
+from ppdist.metrics.analysis import MAX_CURVES, analyse, class_table, to_json_types
 from ppdist.metrics.coco import METRICS, evaluate_boxes
 from ppdist.metrics.matching import OPERATING_POINTS, Counts
 from tests.unit.metrics.cases import NAMES, detection_set, odd_case, random_case, record
@@ -129,7 +129,7 @@ def test_many_classes_draw_frequent_and_mean_curves():
 
 def test_what_is_no_number_becomes_none():
     content = {"a": np.array([[1.5, np.nan]]), "b": (np.int64(3), float("inf")), "c": np.bool_(1)}
-    assert plain(content) == {"a": [[1.5, None]], "b": [3, None], "c": True}
+    assert to_json_types(content) == {"a": [[1.5, None]], "b": [3, None], "c": True}
 
 
 def test_a_class_of_two_lines_has_one_row():

@@ -16,8 +16,8 @@ from ppdist.metrics.matching import (
     CROWD,
     NOBODY,
     collect_objects,
+    find_overlaps,
     match_as_coco,
-    overlaps,
     select_detections,
 )
 from tests.unit.metrics.cases import detection_set, odd_case, random_case, record
@@ -32,7 +32,7 @@ class Case:
         self.classes = classes
         self.truth = collect_objects(dataset)
         self.found = select_detections(self.truth, rows_R7)
-        self.pairs = overlaps(self.truth, self.found)
+        self.pairs = find_overlaps(self.truth, self.found)
         self.match_F = match_as_coco(self.truth, self.found, self.pairs, 0.5)
         self.kind_F, self.about_F = classify_errors(
             self.truth, self.found, self.pairs, self.match_F

@@ -5,7 +5,7 @@ import pytest
 
 from ppdist.data.types import DetectionSet
 from ppdist.metrics.analysis import analyse, class_table
-from ppdist.metrics.classification import Ranking, accuracy, rank, write_ranking
+from ppdist.metrics.classification import Ranking, compute_accuracy, rank, write_ranking
 from tests.unit.data.classified import classified_set
 from tests.unit.metrics.cases import detection_set, record
 
@@ -18,7 +18,7 @@ def ranking_of(probabilities_NC, labels_N) -> Ranking:
 def test_top1_and_top5_equal_sorted_class_search():
     rng = np.random.default_rng(0)
     probabilities_NC, labels_N = rng.random((200, 20)), rng.integers(0, 20, 200)
-    metrics = accuracy(ranking_of(probabilities_NC, labels_N))
+    metrics = compute_accuracy(ranking_of(probabilities_NC, labels_N))
     for name, count in (("top1", 1), ("top5", 5)):
         best = [sorted(range(20), key=lambda c: -row[c])[:count] for row in probabilities_NC]
         hits = [label in classes for label, classes in zip(labels_N, best)]
@@ -30,12 +30,12 @@ def test_equal_scores_rank_smaller_class_first():
     ranking = ranking_of([[0.25, 0.25, 0.25, 0.25]] * 2, [0, 3])
     assert ranking.place_N.tolist() == [0, 3]
     assert ranking.labels_NK.tolist() == [[0, 1, 2, 3]] * 2
-    assert accuracy(ranking) == {"top1": 0.5, "top5": 1.0}
+    assert compute_accuracy(ranking) == {"top1": 0.5, "top5": 1.0}
 
 
 def test_a_model_that_gives_no_numbers_is_never_right():
     ranking = ranking_of([[np.nan] * 3, [0.0, np.nan, 1.0]], [0, 2])
-    assert accuracy(ranking) == {"top1": 0.0, "top5": 0.0}
+    assert compute_accuracy(ranking) == {"top1": 0.0, "top5": 0.0}
 
 
 def test_no_more_than_five_classes_are_kept_best_first():

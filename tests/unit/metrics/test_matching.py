@@ -14,9 +14,9 @@ from ppdist.metrics.matching import (
     CROWD,
     NOBODY,
     collect_objects,
+    find_overlaps,
     match_as_coco,
     match_as_voc,
-    overlaps,
     select_detections,
 )
 from tests.unit.metrics.cases import detection_set, odd_case, random_case, record
@@ -43,7 +43,7 @@ def test_detections_match_as_in_pycocotools(seed):
     dataset, rows_R7, classes = odd_case(seed)
     truth = collect_objects(dataset)
     found = select_detections(truth, rows_R7)
-    ours = match_as_coco(truth, found, overlaps(truth, found), 0.5)
+    ours = match_as_coco(truth, found, find_overlaps(truth, found), 0.5)
     assert ours.tolist() == matches_of_pycocotools(truth, found, classes).tolist()
 
 
@@ -64,9 +64,9 @@ def test_pairs_are_the_same_in_many_chunks_as_in_one(monkeypatch):
     dataset, rows_R7 = random_case(3, images=6)
     truth = collect_objects(dataset)
     found = select_detections(truth, rows_R7)
-    at_once = overlaps(truth, found)
+    at_once = find_overlaps(truth, found)
     monkeypatch.setattr(matching, "_PAIRS_AT_ONCE", 7)
-    for ours, want in zip(overlaps(truth, found), at_once):
+    for ours, want in zip(find_overlaps(truth, found), at_once):
         assert np.array_equal(ours, want)
     assert len(at_once.detection_P) > 100
 
@@ -100,7 +100,7 @@ def test_voc_matching_equals_plain_loop(seed):
     dataset, rows_R7, _ = odd_case(seed)
     truth = collect_objects(dataset)
     found = select_detections(truth, rows_R7)
-    ours = match_as_voc(truth, found, overlaps(truth, found))
+    ours = match_as_voc(truth, found, find_overlaps(truth, found))
     assert ours.tolist() == by_voc_devkit(truth, found).tolist()
 
 
@@ -112,6 +112,6 @@ def test_voc_and_coco_differ_when_best_object_taken():
     found = select_detections(
         truth, np.array([[0, 0, 0.9, 0, 0, 100, 99], [0, 0, 0.8, 0, 0, 100, 90]])
     )
-    pairs = overlaps(truth, found)
+    pairs = find_overlaps(truth, found)
     assert match_as_coco(truth, found, pairs, 0.5).tolist() == [0, 1]
     assert match_as_voc(truth, found, pairs).tolist() == [0, NOBODY]

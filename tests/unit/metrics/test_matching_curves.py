@@ -7,14 +7,14 @@ from ppdist.metrics.coco import coco_arrays
 from ppdist.metrics.matching import (
     CONFIDENCE_T,
     NOBODY,
-    best_step,
     coco_average_precision,
     collect_objects,
+    compute_operating_points,
     count_by_confidence,
     count_objects,
+    find_best_step,
+    find_overlaps,
     match_as_coco,
-    operating_points,
-    overlaps,
     right_by_class,
     select_detections,
     voc_average_precision,
@@ -25,7 +25,7 @@ from tests.unit.metrics.cases import detection_set, odd_case, random_case, recor
 def matched(dataset, rows_R7):
     truth = collect_objects(dataset)
     found = select_detections(truth, rows_R7)
-    return truth, found, match_as_coco(truth, found, overlaps(truth, found), 0.5)
+    return truth, found, match_as_coco(truth, found, find_overlaps(truth, found), 0.5)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -49,10 +49,10 @@ def test_precision_recall_f1_equal_direct_counts(seed):
 def test_the_best_confidence_makes_the_mean_f1_largest():
     dataset, rows_R7 = random_case(1)
     counts = count_by_confidence(*matched(dataset, rows_R7), 3)
-    best = operating_points(counts)
+    best = compute_operating_points(counts)
     f1_T = counts.f1_CT[:2].mean(axis=0)  # class 2 has no object
     assert best["f1"] == f1_T.max() == f1_T[round(best["best_f1_threshold"] * 1000)]
-    step = best_step(counts)
+    step = find_best_step(counts)
     assert best["precision"] == pytest.approx(counts.precision_CT[:2, step].mean())
     assert best["recall"] == pytest.approx(counts.recall_CT[:2, step].mean())
 
@@ -60,7 +60,7 @@ def test_the_best_confidence_makes_the_mean_f1_largest():
 def test_class_not_found_counts_for_recall_only():
     box = [10, 10, 60, 60]
     dataset = detection_set(record(1, [box], [0]), record(2, [box], [1]))
-    best = operating_points(
+    best = compute_operating_points(
         count_by_confidence(*matched(dataset, np.array([[0, 0, 0.7, *box]])), 3)
     )
     assert best == {

@@ -5,7 +5,7 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from ppdist.lab.verify.accelerator import failed, verify_accelerator
+from ppdist.lab.verify.accelerator import has_failed, verify_accelerator
 from tests.forked import ROOT
 
 SMALL = ("model.width_multiple=0.125", "model.image_size=[64,64]", "train.batch_size_per_card=2")
@@ -26,4 +26,4 @@ def prove(argument: dict) -> dict:
             steps=argument.get("steps", 4),
             efficiency=0.0,
         )
-    return report | {"failed": failed(report), "printed": printed.getvalue()}
+    return report | {"failed": has_failed(report), "printed": printed.getvalue()}

@@ -18,7 +18,7 @@ from ppdist.lab.verify.dp_equivalence import (
     Rounding,
     Trace,
     compare,
-    lines,
+    format_lines,
     measure,
     sketch,
     tolerance_of,
@@ -124,7 +124,7 @@ def test_gradients_two_per_cent_off_are_found_out(config_file: Path) -> None:
     measured = {each["name"]: each for each in report["measured"]}
     assert measured["gradient norm"]["difference"] > 0.01
     assert "statistics" in measured
-    assert any(line.endswith("TOO FAR OFF") for line in lines(report))
+    assert any(line.endswith("TOO FAR OFF") for line in format_lines(report))
 
 
 def divide_by_local_normalizers(argument) -> dict:

@@ -17,7 +17,7 @@ from ppdist.lab.verify.zoo import (
     NOT_COMPARED,
     NOT_RUN,
     PASS,
-    line,
+    format_row,
     protocol_config,
     verify_zoo,
 )
@@ -76,7 +76,8 @@ def test_a_folder_is_evaluated_by_each_protocol(folder, overrides):
     not_run = {name for name, row in rows.items() if row.verdict == NOT_RUN}
     assert not_run == {"notes.txt", "yolov5s.pt", "CSPResNetb_s_pretrained.pdparams"}
     assert f"{folder / 'yolov5s.pt'}: " in rows["yolov5s.pt"].why
-    assert "4 images" in line(rows["yolov5n.pt"]) and "NOT RUN" in line(rows["notes.txt"])
+    assert "4 images" in format_row(rows["yolov5n.pt"])
+    assert "NOT RUN" in format_row(rows["notes.txt"])
 
 
 @pytest.mark.slow
