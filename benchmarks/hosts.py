@@ -50,7 +50,7 @@ def _run_ranks(ranks: Sequence[int], count: int, port: int, out: Connection) -> 
     store._barriers, store._store = this_rank, lambda: this_rank.client  # type: ignore[assignment]
     threading.stack_size(256 * 1024)
 
-    def be(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         this_rank.rank, this_rank.client = rank, paddle_api.make_store("127.0.0.1", port, rank == 0)
         store.disable_nagle()
         if rank == 0:
@@ -67,7 +67,7 @@ def _run_ranks(ranks: Sequence[int], count: int, port: int, out: Connection) -> 
         if rank == 0:
             out.send(figures)
 
-    _run_threads(be, ranks)
+    _run_threads(run_rank, ranks)
 
 
 def _meetings(value: Any) -> list[tuple[str, Callable[[], Any]]]:
@@ -82,7 +82,7 @@ def _run_hosts(indices: Sequence[int], count: int, port: int, out: Connection) -
     hosts = tuple(f"127.2.{index // 200}.{1 + index % 200}" for index in range(count))
     threading.stack_size(256 * 1024)
 
-    def be(index: int) -> None:
+    def run_host(index: int) -> None:
         handshake = Handshake(
             host=hosts[index], hosts=hosts, processes=8, device="cpu", script="train.py",
             arguments=("-c", "x.yml"), ppdist="1", paddle="3", names=hosts,
@@ -112,23 +112,23 @@ def _run_hosts(indices: Sequence[int], count: int, port: int, out: Connection) -
 
     if 0 in indices:
         out.send("listening")
-    _run_threads(be, indices)
+    _run_threads(run_host, indices)
 
 
-def _run_threads(be: Callable[[int], None], numbers: Sequence[int]) -> None:
-    threads = [threading.Thread(target=be, args=(number,)) for number in numbers]
+def _run_threads(run: Callable[[int], None], numbers: Sequence[int]) -> None:
+    threads = [threading.Thread(target=run, args=(number,)) for number in numbers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def measure(be: Callable[..., None], count: int, port: int) -> dict[str, Any]:
+def measure(run: Callable[..., None], count: int, port: int) -> dict[str, Any]:
     """Returns the figures that number 0 of `count` sends."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     shares = [[0], *(list(range(1 + first, count, _PROCESSES)) for first in range(_PROCESSES))]
-    processes = [context.Process(target=be, args=(share, count, port, sender)) for share in shares]
+    processes = [context.Process(target=run, args=(share, count, port, sender)) for share in shares]
     try:
         processes[0].start()
         receiver.recv()
@@ -155,9 +155,9 @@ def main() -> None:
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     os.environ.setdefault("GLOG_minloglevel", "2")
-    be = _run_ranks if arguments.what == "store" else _run_hosts
+    run = _run_ranks if arguments.what == "store" else _run_hosts
     for number, count in enumerate(arguments.count):
-        result = measure(be, count, _PORT + number)
+        result = measure(run, count, _PORT + number)
         rounded = {name: round(value, 4) for name, value in result.items()}
         print(json.dumps({"what": arguments.what, "count": count, **rounded}), flush=True)
 

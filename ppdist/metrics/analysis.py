@@ -174,10 +174,10 @@ def _analyse_classes(dataset: DetectionSet, ranking: Ranking, step: int | None) 
     ranked_N = ranking.place_N < max(classes, BEST)
     true_K, called_K = labels_N[ranked_N], ranking.labels_NK[ranked_N, 0]
 
-    def share_by_class(part_X: np.ndarray, whole_X: np.ndarray) -> list[float | None]:
-        """Returns the chosen share of `of_X` by class; None: the class has none."""
-        part_C, whole_C = (np.bincount(label_X, minlength=classes) for label_X in (part_X, whole_X))
-        return [float(part / whole) if whole else None for part, whole in zip(part_C, whole_C)]
+    def share_by_class(part_X: np.ndarray, total_X: np.ndarray) -> list[float | None]:
+        """Divides the count of each class in `part_X` by that in `total_X`; None: it has none."""
+        part_C, total_C = (np.bincount(label_X, minlength=classes) for label_X in (part_X, total_X))
+        return [float(part / total) if total else None for part, total in zip(part_C, total_C)]
 
     columns = {
         "name": dataset.class_names,
