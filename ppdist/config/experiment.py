@@ -91,8 +91,8 @@ class ExperimentConfig(Document):
     def suppression(self) -> NMSConfig:
         """Returns `nms` as it is used.
 
-        Without suppression where the model needs none, and with all the boxes that count where
-        evaluation counts more than COCO's.
+        It suppresses nothing where the model needs no suppression, and keeps all boxes that count
+        where evaluation counts more of them than COCO does.
         """
         changes: dict[str, Any] = {} if self.model.needs_nms else {"iou_threshold": None}
         max_detections = self.evaluate.max_detections

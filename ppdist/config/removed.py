@@ -44,7 +44,7 @@ class GoneValue(NamedTuple):
     """A value that a key no longer takes.
 
     now: what a stored configuration gets instead; DROPPED: the key, or the item of the list, goes.
-    hint: as of `Removed`.
+    hint: as in `Removed`.
     """
 
     now: Any

@@ -164,7 +164,7 @@ class StudyConfig(Document):
 
     @property
     def lower_is_better(self) -> bool:
-        """Returns True if a lower metric is better, as of losses."""
+        """Returns True if a lower metric is better, as for losses."""
         return self.metric.endswith("loss")
 
 

@@ -141,7 +141,8 @@ class PPYOLOELoss(Loss):
         strides: tuple[int, ...] = (32, 16, 8),
         one_to_one: bool = False,
     ) -> None:
-        """
+        """Sets the schedule of assigners and the model's levels.
+
         Args:
             num_classes: C; labels are in [0, C).
             static_steps: number of first optimizer steps in which ATSS assigns; then TAL does.

@@ -119,7 +119,8 @@ class RTDETRLoss(Loss):
         up_1: Tensor | None = None,
         reg_scale_1: Tensor | None = None,
     ) -> None:
-        """
+        """Sets the gains and the model's bins.
+
         Args:
             up_1, reg_scale_1: D-FINE: arguments of the model's `weighting`; its own tensors, so
                 that values loaded later count here, too.

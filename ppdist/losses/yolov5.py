@@ -178,7 +178,8 @@ class YOLOv5Loss(Loss):
         label_smoothing: float = 0.0,
         reference_batch: int = NOMINAL_BATCH,
     ) -> None:
-        """
+        """Sets the gains and the model's levels.
+
         Args:
             num_classes: C; labels are in [0, C).
             strides: pixels per cell of each level, rising, in the order of the outputs.

@@ -206,7 +206,8 @@ class MSDeformableAttention(nn.Layer):
     """
 
     def __init__(self, width: int, points: tuple[int, ...], projected: bool) -> None:
-        """
+        """Builds the layers.
+
         Args:
             points: number of points in each level, fine to coarse.
             projected: a linear layer before and one after the sampling; D-FINE has neither.

@@ -32,8 +32,8 @@ class Amount(NamedTuple):
 class Complexity:
     """Size of a model.
 
-    parameters: trained and frozen, without statistics.
-    operations: of convolutions and linear layers, a multiplication and an addition being two.
+    parameters: number of trained and frozen weights, without statistics.
+    operations: those of convolutions and linear layers; a multiplication and an addition are two.
     """
 
     parameters: int

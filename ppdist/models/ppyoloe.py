@@ -76,7 +76,8 @@ class CustomCSPPAN(nn.Layer):
     """
 
     def __init__(self, in_channels: tuple[int, ...], out: list[int], blocks: int) -> None:
-        """
+        """Builds stages and routes.
+
         Args:
             in_channels: channels of the features, fine to coarse.
             out: channels of the outputs, coarse to fine.

@@ -525,7 +525,7 @@ class ClassNames:
     of_model: tuple[str, ...]
 
     def tell_apart(self) -> bool:
-        """Returns True if they say which class is which, in file and model."""
+        """Returns True if the names distinguish all classes, in file and model."""
         return tell_apart(self.of_file) and tell_apart(self.of_model)
 
     def are_renamed(self, path: Path) -> bool:

@@ -86,7 +86,8 @@ class _Feedback(Exchange):
     name: str  # prefix of the arrays in a checkpoint
 
     def __init__(self, parameters: Mapping[str, paddle.Tensor], compressed: Sequence[bool]) -> None:
-        """
+        """Starts with empty rests.
+
         Args:
             parameters: by state-dict key; `average` will get their gradients in this order.
             compressed: True for each parameter whose gradient is compressed.
@@ -186,7 +187,8 @@ class PowerSGD(_Feedback):
     name = "low_rank"
 
     def __init__(self, parameters: Mapping[str, paddle.Tensor], rank: int) -> None:
-        """
+        """Draws the first factors.
+
         Args:
             rank: R; a gradient that is smaller than its two factors is sent as it is.
         """
@@ -242,7 +244,8 @@ class TopKSparsify(_Feedback):
     name = "topk"
 
     def __init__(self, parameters: Mapping[str, paddle.Tensor], fraction: float) -> None:
-        """
+        """Selects the gradients that are compressed.
+
         Args:
             fraction: share of the entries of each gradient that is sent, at least one entry.
         """
@@ -313,7 +316,8 @@ class LocalSGD(Exchange):
         every: int,
         last: int,
     ) -> None:
-        """
+        """Sets the steps that are synchronised.
+
         Args:
             parameters: the trained parameters, float32, in the same order on every rank.
             every: steps from one synchronisation to the next.

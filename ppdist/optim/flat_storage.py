@@ -25,7 +25,8 @@ class FlatStorage:
     """
 
     def __init__(self, tensors: Sequence[paddle.Tensor], aligned: bool = True) -> None:
-        """
+        """Moves the tensors into one storage.
+
         Args:
             tensors: at least one, none twice; they will lie in this order.
             aligned: every tensor begins at a multiple of 64 bytes, as Paddle's allocations do,

@@ -33,7 +33,8 @@ class ShardedUpdater(Updater):
         model: nn.Layer,
         parameters: Mapping[str, Tensor],
     ) -> None:
-        """
+        """Assigns the parameters to ranks.
+
         Args:
             parameters: the trained parameters, float32, by state-dict key; in the same order on
                 every rank.
