@@ -39,7 +39,9 @@ def _kernel(
     kernels = precision.current()
     made = paddle_api.conv_settings(conv)
     stride, padding, dilation = _pair(made.stride), _pair(made.padding), _pair(made.dilation)
-    if stride is None or padding is None or dilation is None or not kernels.take(dtype_of(x)):
+    if stride is None or padding is None or dilation is None:
+        return None
+    if dtype_of(x) not in ("float32", kernels.dtype):
         return None
     if made.data_format != "NCHW" or made.padding_mode != "zeros" or 0 in x.shape:
         return None
@@ -102,7 +104,8 @@ class OneDNNConv2D(nn.Conv2D):
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """x w + b as float32; None: oneDNN does not compute it."""
     kernels, rows = precision.current(), math.prod(x.shape[:-1])
-    if not kernels.take(dtype_of(x)) or dtype_of(weight) != "float32" or not rows:
+    takes = dtype_of(x) in ("float32", kernels.dtype) and dtype_of(weight) == "float32"
+    if not takes or not rows:
         return None
     shape, outputs = (rows, x.shape[-1]), weight.shape[1]
     kernel = kernels.find(
@@ -327,17 +330,16 @@ def _compute(
     if constants or moving:
         y_dtype = kernels.between if layer.keeps_layout else "float32"
         convs = [_kernel(b.conv, x, layer.keeps_layout, y_dtype) for b in blocks]
-    if not convs or None in convs or not _same_layouts(convs[0], convs[-1]):
+    if not convs or None in convs:
+        return _paddles_own(plain, x)
+    first, last = convs[0], convs[-1]
+    if first is not last and not (first.x.equals(last.x) and first.y.equals(last.y)):
         return _paddles_own(plain, x)
     branches = [_Branch(kernels, conv, b.bn) for conv, b in zip(convs, blocks)]
     call = _Call(kernels, branches, layer.activation)
     if constants:
         return call.infer(x, inputs[2:], alpha)
     return _Normalized.apply(x, alpha, call, _needs(*inputs), *inputs[2:])
-
-
-def _same_layouts(one: onednn.Convolution, other: onednn.Convolution) -> bool:
-    return one is other or (one.x.equals(other.x) and one.y.equals(other.y))
 
 
 class OneDNNConvBNLayer(ConvBNLayer):

@@ -47,6 +47,7 @@ _ELTWISE = {
     "hardswish": (0x34, 1 / 6, 1 / 2),
     "leaky_relu": (0x20, LEAKY_SLOPE, 0.0),
 }
+_COMPILED = b"jit", b"brg"  # names of kernels that are compiled for this processor
 _GLOBAL_STATS, _SCALE, _SHIFT = 1, 2, 4
 # Queries of a primitive descriptor.
 _Q_IMPLEMENTATION = 8
@@ -174,10 +175,6 @@ class Descriptor:
     def equals(self, other: "Descriptor") -> bool:
         return bool(library().c.dnnl_memory_desc_equal(self.handle, other.handle))
 
-    def empty(self) -> Tensor:
-        """A new uninitialised buffer of this layout."""
-        return paddle.empty(self.tensor_shape, dtype=self.dtype)
-
 
 def _dims(values: Sequence[int]) -> ctypes.Array[c_int64]:
     return (c_int64 * _MAX_DIMS)(*values)
@@ -225,25 +222,6 @@ def _tagged(shape: Sequence[int], tag: int, dtype: str = "float32") -> c_void_p:
     )
 
 
-def _named(chosen: Descriptor) -> Descriptor:
-    """The equal layout from `layout`, if there is one without padding."""
-    shape = tuple(chosen.shape)
-    if len(shape) == 2:
-        rows = plain(shape, chosen.dtype)
-        return rows if rows.equals(chosen) else chosen
-    if len(shape) != 4:
-        return chosen
-    blocks = [block for block in _TAGS if shape[1] % block == 0]
-    for candidate in (layout(shape, block, chosen.dtype) for block in (0, *blocks, shape[1])):
-        if candidate.equals(chosen):
-            return candidate
-    if shape[1] in blocks:  # one block of all channels: the same memory
-        tagged = _tagged(shape, _TAGS[shape[1]][0], chosen.dtype)
-        if Descriptor(tagged, shape, chosen.dtype).equals(chosen):
-            return layout(shape, shape[1], chosen.dtype)
-    return chosen
-
-
 _Places = Sequence[tuple[int, Descriptor]]  # execution argument and layout of each tensor
 
 
@@ -263,8 +241,9 @@ class _Primitive:
     def __call__(self, *inputs: Tensor, into: Tensor | None = None) -> list[Tensor]:
         """Args: into: buffer of the first output, which may be one of the inputs."""
         lib = library()
-        outputs = [layout.empty() for layout in self.outputs[0 if into is None else 1 :]]
-        outputs = outputs if into is None else [into, *outputs]
+        outputs = [] if into is None else [into]
+        for wanted in self.outputs[len(outputs) :]:
+            outputs.append(paddle.empty(wanted.tensor_shape, dtype=wanted.dtype))
         for memory, tensor in zip(self.memories, (*inputs, *outputs), strict=True):
             lib.c.dnnl_memory_set_data_handle(memory, tensor.data_ptr())
         status = lib.c.dnnl_primitive_execute(
@@ -277,16 +256,23 @@ class _Primitive:
 def _layout(
     description: c_void_p, what: int, shape: Sequence[int], dtype: str = "float32"
 ) -> Descriptor:
-    """The layout that a primitive expects or produces."""
+    """The layout that a primitive expects or produces: that of `layout`, if it needs no padding."""
     handle = library().c.dnnl_primitive_desc_query_md(description, what, 0)
-    return _named(Descriptor(c_void_p(handle), shape, dtype))
-
-
-def _is_compiled(description: c_void_p) -> bool:
-    """Whether a kernel is compiled for this processor."""
-    name = c_char_p()
-    library().c.dnnl_primitive_desc_query(description, _Q_IMPLEMENTATION, 0, byref(name))
-    return (name.value or b"").startswith((b"jit", b"brg"))
+    chosen, shape = Descriptor(c_void_p(handle), shape, dtype), tuple(shape)
+    if len(shape) == 2:
+        rows = plain(shape, dtype)
+        return rows if rows.equals(chosen) else chosen
+    if len(shape) != 4:
+        return chosen
+    blocks = [block for block in _TAGS if shape[1] % block == 0]
+    for candidate in (layout(shape, block, dtype) for block in (0, *blocks, shape[1])):
+        if candidate.equals(chosen):
+            return candidate
+    if shape[1] in blocks:  # one block of all channels: the same memory
+        tagged = _tagged(shape, _TAGS[shape[1]][0], dtype)
+        if Descriptor(tagged, shape, dtype).equals(chosen):
+            return layout(shape, shape[1], dtype)
+    return chosen
 
 
 class Reorder:
@@ -415,13 +401,14 @@ class Convolution(_Weighted):
         )  # fmt: skip
         x = _layout(forward, _Q_SRC, x_shape, dtype)
         y = _layout(forward, _Q_DST, y_shape, dtype)
-        to_data = None  # in the layouts of the forward kernel, which saves two reorders
-        with suppress(OneDNNError):
+        to_data, kernel = None, c_char_p()
+        with suppress(OneDNNError):  # in the layouts of the forward kernel: saves two reorders
             to_data = _describe(
                 "convolution_backward_data", direct, x.handle, w_any, y.handle, *window,
                 forward,
             )  # fmt: skip
-        if to_data is None or not _is_compiled(to_data):  # in those that the kernel prefers
+            library().c.dnnl_primitive_desc_query(to_data, _Q_IMPLEMENTATION, 0, byref(kernel))
+        if not (kernel.value or b"").startswith(_COMPILED):  # in those that the kernel prefers
             to_data = _describe(
                 "convolution_backward_data", direct, x_any, w_any, y_any, *window, forward
             )
@@ -472,7 +459,10 @@ class Linear(_Weighted):
 
 
 class BatchNorm:
-    """Batch normalisation of buffers in a given layout."""
+    """Batch normalisation of buffers in a given layout.
+
+    Attributes: train: gives y, mean_C and biased variance_C of a batch (x, scale, shift).
+    """
 
     def __init__(self, x: Descriptor, epsilon: float) -> None:
         per_channel, form = plain([x.shape[1]]), (x.handle, c_float(epsilon))
@@ -488,15 +478,11 @@ class BatchNorm:
             (argument, per_channel)
             for argument in (_A_SCALE, _A_SHIFT, _MEAN, _VARIANCE, _D_SCALE, _D_SHIFT)
         )
-        self._train = _Primitive(train, [(_SRC, x), scale, shift], [(_DST, x), mean, variance])
+        self.train = _Primitive(train, [(_SRC, x), scale, shift], [(_DST, x), mean, variance])
         self._infer = _Primitive(infer, [(_SRC, x), scale, shift, mean, variance], [(_DST, x)])
         self._back = _Primitive(
             back, [(_SRC, x), scale, mean, variance, (_D_DST, x)], [(_D_SRC, x), dscale, dshift]
         )
-
-    def train(self, x: Tensor, scale: Tensor, shift: Tensor) -> list[Tensor]:
-        """y, mean_C, biased variance_C of this batch."""
-        return self._train(x, scale, shift)
 
     def infer(
         self, x: Tensor, scale: Tensor, shift: Tensor, mean: Tensor, variance: Tensor
@@ -511,7 +497,12 @@ class BatchNorm:
 
 
 class LayerNorm:
-    """Normalisation of each row of numbers [R, D]."""
+    """Normalisation of each row of numbers [R, D].
+
+    Attributes:
+        forward: gives y, mean_R and variance_R of x, scale_D, shift_D.
+        gradient: dx, dscale_D and dshift_D of x, scale_D, shift_D, mean_R, variance_R, dy.
+    """
 
     def __init__(self, rows: int, width: int, epsilon: float) -> None:
         x, per_row, per_column = plain([rows, width]), plain([rows]), plain([width])
@@ -526,20 +517,12 @@ class LayerNorm:
             (argument, per_column) for argument in (_A_SCALE, _A_SHIFT, _D_SCALE, _D_SHIFT)
         )
         mean, variance = (_MEAN, per_row), (_VARIANCE, per_row)
-        self._forward = _Primitive(forward, [(_SRC, x), scale, shift], [(_DST, x), mean, variance])
-        self._back = _Primitive(
+        self.forward = _Primitive(forward, [(_SRC, x), scale, shift], [(_DST, x), mean, variance])
+        self.gradient = _Primitive(
             back,
             [(_SRC, x), scale, shift, mean, variance, (_D_DST, x)],  # oneDNN insists on shift
             [(_D_SRC, x), dscale, dshift],
         )
-
-    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> list[Tensor]:
-        """y, mean_R, variance_R."""
-        return self._forward(x, scale, shift)
-
-    def gradient(self, x: Tensor, *others: Tensor) -> list[Tensor]:
-        """dx, dscale_D, dshift_D.  Args: others: scale_D, shift_D, mean_R, variance_R, dy."""
-        return self._back(x, *others)
 
 
 class Attention:
@@ -618,7 +601,9 @@ class Activation:
 class MapKernel:
     """A kernel from one feature map to another.
 
-    Attributes: y: the layout of the result.
+    Attributes:
+        y: the layout of the result.
+        forward: gives y, and what `gradient` needs beside dy.
     """
 
     def __init__(
@@ -633,13 +618,9 @@ class MapKernel:
         if remembers:
             workspace = library().c.dnnl_primitive_desc_query_md(described, _Q_WORKSPACE, 0)
             kept = [(_WORKSPACE, Descriptor(c_void_p(workspace), x.shape))]
-        self._forward = _Primitive(described, [(_SRC, x)], [(_DST, y), *kept])
+        self.forward = _Primitive(described, [(_SRC, x)], [(_DST, y), *kept])
         described = _describe(f"{kind}_backward", *back, described)
         self._back = _Primitive(described, [(_D_DST, y), *kept], [(_D_SRC, x)])
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        """y, and what `gradient` needs beside dy."""
-        return self._forward(x)
 
     def gradient(self, dy: Tensor, *kept: Tensor) -> Tensor:
         return self._back(dy, *kept)[0]

@@ -46,10 +46,6 @@ class Kernels:
     made_by: Any = onednn
     missing: Callable[[], str] = lambda: ""
 
-    def take(self, dtype: str) -> bool:
-        """Whether layers compute feature maps of this dtype."""
-        return dtype in ("float32", self.dtype)
-
     def at(self, level: str) -> "Kernels":
         """These kernels at AMP level O1 or O2."""
         return replace(self, between=self.dtype if level == "O2" else "float32")

@@ -23,9 +23,8 @@ from ppdist.config.experiment import ExperimentConfig, config_warnings
 from ppdist.config.model import DetectorConfig, ModelConfig
 from ppdist.config.parse import dump_yaml
 from ppdist.config.train import AmpConfig, MicroBatches
-from ppdist.cpu.kernel_check import check_once
 from ppdist.cpu.precision import BFLOAT16, Kernels, compute_in
-from ppdist.cpu.switch import self_check, use_onednn
+from ppdist.cpu.switch import check_once, self_check, use_onednn
 from ppdist.data.checks.statistics import refit_if_needed, sizes_in_input
 from ppdist.data.datasets.build import limit_notes
 from ppdist.data.loading.loader import EvalLoader
