@@ -4,8 +4,8 @@ A *feature map* is a tensor [B, C, H, W], or, between layers that run on oneDNN,
 layout, [B, C / block, H, W, block] (`onednn.layout`).  Float32 maps in Paddle's layout use Paddle's
 operators.
 
-`compute` takes the operations of models/functional.py over.  One without a kernel here gets maps
-as Paddle takes them.
+`compute` takes over the operations of models/functional.py.  An operation without a kernel here
+gets maps in Paddle's layout and dtypes.
 
 A map is float32, or bfloat16 at level O2 of `precision.py`.  Maps of bfloat16 use oneDNN's
 operators in either layout, because Paddle has few on CPUs: neither the sum of two tensors nor the
@@ -27,7 +27,7 @@ from ppdist.models.functional import ACTIVATIONS
 
 
 def layout_of(x: Tensor) -> onednn.Descriptor:
-    """The layout of a feature map."""
+    """Returns the layout of a feature map."""
     if x.ndim == 4:
         return onednn.layout(tuple(x.shape), 0, dtype_of(x))
     batch, groups, height, width, block = x.shape
@@ -35,27 +35,27 @@ def layout_of(x: Tensor) -> onednn.Descriptor:
 
 
 def dtype_of(x: Tensor) -> str:
-    """float32, bfloat16, ..."""
+    """Returns the dtype as text: float32, bfloat16, ..."""
     return str(x.dtype).removeprefix("paddle.")
 
 
 def _is_low(x: Tensor) -> bool:
-    """Whether a map is bfloat16 for oneDNN.
+    """Returns True if a map is bfloat16 for oneDNN.
 
-    On a card, `paddle.amp` makes maps of bfloat16 for Paddle's operators.
+    On a GPU, `paddle.amp` makes bfloat16 maps for Paddle's operators.
     """
     return dtype_of(x) == precision.current().dtype == "bfloat16"
 
 
 def _kernels_for(x: Tensor) -> precision.Kernels:
-    """Kernels for a map: float32 for float32, whatever convolutions round to."""
+    """Returns the kernels for a map: float32 for float32, whatever convolutions round to."""
     return precision.current() if _is_low(x) else precision.FLOAT32
 
 
 def contiguous(x: Tensor, dtype: str | None = None) -> Tensor:
-    """The map, contiguous in memory and in the wanted dtype.
+    """Returns the map contiguous in memory, in the wanted dtype.
 
-    Args: dtype: None: its own.  A gradient may arrive in another.
+    Args: dtype: None: that of the map.  A gradient may arrive in another dtype.
     """
     if dtype is not None and dtype_of(x) != dtype:
         x = x.astype(dtype)
@@ -67,33 +67,36 @@ _reorder = lru_cache(precision.CACHED_KERNELS)(onednn.Reorder)
 
 @lru_cache(precision.CACHED_KERNELS)
 def _concat_kernel(*parts: onednn.Descriptor) -> onednn.Concat | None:
-    """Kernel of a concatenation; None: these layouts do not form one whole."""
+    """Returns the kernel of a concatenation; None: these layouts cannot be concatenated."""
     batch, _, height, width = parts[0].shape
     channels = sum(part.shape[1] for part in parts)
     block = parts[0].block
+    # Maps without a common block can only be concatenated where each has its channels in one block.
     if block not in onednn.BLOCKS or any(part.block != block for part in parts):
         if any(part.block != part.shape[1] for part in parts):
             return None
         block = channels
     assert block is not None
-    whole = onednn.layout((batch, channels, height, width), block, parts[0].dtype)
-    return onednn.Concat(parts, whole)
+    concatenated = onednn.layout((batch, channels, height, width), block, parts[0].dtype)
+    return onednn.Concat(parts, concatenated)
 
 
-def _of_one_dtype(maps: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Maps of one dtype, float32 where they differ."""
+def _unify_dtypes(maps: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns maps of one dtype: float32 if they differ."""
     if len({x.dtype for x in maps}) == 1:
         return maps
     return [x if x.dtype == paddle.float32 else x.astype("float32") for x in maps]
 
 
 class _Plain(PyLayer):
+    """Reorder of a map into Paddle's layout."""
+
     @staticmethod
     def forward(ctx, x):
-        given = layout_of(x)
-        plain = onednn.layout(tuple(given.shape), 0, given.dtype)
-        ctx.back, ctx.dtype = _reorder(plain, given), given.dtype
-        return _reorder(given, plain)(contiguous(x))
+        source = layout_of(x)
+        plain = onednn.layout(tuple(source.shape), 0, source.dtype)
+        ctx.back, ctx.dtype = _reorder(plain, source), source.dtype
+        return _reorder(source, plain)(contiguous(x))
 
     @staticmethod
     def backward(ctx, dy):
@@ -101,32 +104,40 @@ class _Plain(PyLayer):
 
 
 class _Share(PyLayer):
+    """Copies of a map for several readers, whose gradients oneDNN adds up."""
+
     @staticmethod
     def forward(ctx, x, count, total):
         ctx.dtype, ctx.total = dtype_of(x), total
-        return tuple(x.view(x.shape) for _ in range(count))  # the same memory
+        return tuple(x.view(x.shape) for _ in range(count))  # they share the memory
 
     @staticmethod
-    def backward(ctx, dy, *others):
+    def backward(ctx, dy, *other_gradients):
         dy = contiguous(dy, ctx.dtype)
-        for other in others:
-            dy = ctx.total(dy, contiguous(other, ctx.dtype))
+        for gradient in other_gradients:
+            dy = ctx.total(dy, contiguous(gradient, ctx.dtype))
         return dy
 
 
 class _Add(PyLayer):
+    """Sum of two maps of bfloat16."""
+
     @staticmethod
     def forward(ctx, x, y, total):
-        ctx.needs = [not each.stop_gradient for each in (x, y)]
+        ctx.needs = [not operand.stop_gradient for operand in (x, y)]
+        # The kernel writes the sum over its first operand, which other layers may still read.
         return total(x.clone(), contiguous(y))
 
     @staticmethod
     def backward(ctx, dy):
         first, second = ctx.needs
+        # Two tensors, because a layer before may write over the gradient that it gets.
         return dy if first else None, dy.clone() if second else None
 
 
 class _Concat(PyLayer):
+    """Concatenation along the channels."""
+
     @staticmethod
     def forward(ctx, concat, *maps):
         ctx.concat, ctx.needs = concat, [not x.stop_gradient for x in maps]
@@ -134,11 +145,13 @@ class _Concat(PyLayer):
 
     @staticmethod
     def backward(ctx, dy):
-        parts = ctx.concat.gradient(contiguous(dy, ctx.concat.whole.dtype))
+        parts = ctx.concat.gradient(contiguous(dy, ctx.concat.concatenated.dtype))
         return tuple(part if need else None for part, need in zip(parts, ctx.needs, strict=True))
 
 
 class _Activate(PyLayer):
+    """Activation of a map of bfloat16."""
+
     @staticmethod
     def forward(ctx, x, kernel):
         ctx.x, ctx.kernel = contiguous(x), kernel
@@ -149,32 +162,34 @@ class _Activate(PyLayer):
         return ctx.kernel.gradient(ctx.x, contiguous(dy, dtype_of(ctx.x)))
 
 
-class _OneMap(PyLayer):
-    """An `onednn.MapKernel`."""
+class _ApplyMapKernel(PyLayer):
+    """Application of an `onednn.MapKernel`."""
 
     @staticmethod
     def forward(ctx, x, kernel):
-        y, *ctx.kept = kernel.forward(contiguous(x))
+        y, *ctx.saved = kernel.forward(contiguous(x))
         ctx.kernel = kernel
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        return ctx.kernel.gradient(contiguous(dy, ctx.kernel.y.dtype), *ctx.kept)
+        return ctx.kernel.gradient(contiguous(dy, ctx.kernel.y.dtype), *ctx.saved)
 
 
 class _ScaleChannels(PyLayer):
+    """Product of a map and a factor per image and channel, as a depthwise convolution."""
+
     @staticmethod
     def forward(ctx, x, factor_BC11, conv):
         ctx.needs = not x.stop_gradient, not factor_BC11.stop_gradient
         image = conv.x_in(contiguous(x).reshape(conv.x_given.tensor_shape))
         weight = contiguous(factor_BC11).reshape(conv.w_shape)
-        ctx.kept = conv, image, weight, tuple(x.shape), tuple(factor_BC11.shape)
+        ctx.saved = conv, image, weight, tuple(x.shape), tuple(factor_BC11.shape)
         return conv.y_out(conv.forward(image, weight, None)).reshape(x.shape)
 
     @staticmethod
     def backward(ctx, dy):
-        conv, image, weight, shape, factors = ctx.kept
+        conv, image, weight, shape, factors = ctx.saved
         dy = contiguous(dy, conv.y_given.dtype).reshape(conv.y_given.tensor_shape)
         dy, dx, dfactor_BC11 = conv.y_in(dy), None, None
         if ctx.needs[0]:
@@ -185,10 +200,11 @@ class _ScaleChannels(PyLayer):
 
 
 def _scaling_kernel(x: Tensor) -> onednn.Convolution | None:
-    """Depthwise convolution that scales channels: one image with the channels of all.
+    """Returns the depthwise convolution that scales channels; None: there is none.
 
-    That image is in the same memory.  The product and its gradients take a thirtieth of Paddle's
-    time; oneDNN's own product has no compiled kernel for a factor per image and channel.
+    All images count as one, whose channels are those of all; it is the same memory.  The product
+    and its gradients take a thirtieth of Paddle's time; oneDNN's own product has no compiled kernel
+    for a factor per image and channel.
 
     Returns: None: oneDNN has no such convolution, or its output has another layout.
     """
@@ -196,9 +212,10 @@ def _scaling_kernel(x: Tensor) -> onednn.Convolution | None:
     batch, channels, height, width = layout.shape
     if layout.block not in onednn.BLOCKS:
         return None
-    every, dtype = batch * channels, layout.dtype
+    all_channels, dtype = batch * channels, layout.dtype
     conv = _kernels_for(x).find(
-        "Convolution", (1, every, height, width), (every, 1, 1, 1), (1, 1), (0, 0), (1, 1), every,
+        "Convolution", (1, all_channels, height, width), (all_channels, 1, 1, 1), (1, 1), (0, 0),
+        (1, 1), all_channels,
         False, layout.block, True, dtype, dtype, dtype,
     )  # fmt: skip
     return conv if conv is not None and conv.y_given.equals(conv.x_given) else None
@@ -207,28 +224,32 @@ def _scaling_kernel(x: Tensor) -> onednn.Convolution | None:
 _Operator = Callable[..., Any]
 
 
-def compute(operation: _Operator, operator: _Operator, *arguments: Any, **named: Any) -> Any:
-    """Computes an operation of models/functional.py.  Args: operator: Paddle's."""
-    return _KERNELS.get(operation, _by_paddle)(operator, *arguments, **named)
+def compute(operation: _Operator, operator: _Operator, *arguments: Any, **keywords: Any) -> Any:
+    """Computes an operation of models/functional.py.
+
+    Args: operator: Paddle's.
+    """
+    return _KERNELS.get(operation, _compute_by_paddle)(operator, *arguments, **keywords)
 
 
 def to_plain(x: Tensor) -> Tensor:
-    """Puts a map into Paddle's layout."""
+    """Converts a map to Paddle's layout."""
     return _Plain.apply(x) if x.ndim == 5 else x
 
 
-def _for_paddle(x: Tensor) -> Tensor:
-    """Puts a map into Paddle's layout and float32: Paddle has few operators of bfloat16."""
+def _to_paddle(x: Tensor) -> Tensor:
+    """Converts a map to Paddle's layout and float32: Paddle has few operators of bfloat16."""
     x = to_plain(x)
     return x.astype("float32") if _is_low(x) else x
 
 
-def _by_paddle(operator: _Operator, x: Tensor, *settings: Any, **named: Any) -> Any:
-    return operator(_for_paddle(x), *settings, **named)
+def _compute_by_paddle(operator: _Operator, x: Tensor, *settings: Any, **keywords: Any) -> Any:
+    """Computes an operation by Paddle's operator."""
+    return operator(_to_paddle(x), *settings, **keywords)
 
 
 def _share(operator: _Operator, x: Tensor, count: int) -> Sequence[Tensor]:
-    """Sums gradients in oneDNN; Paddle's sum takes 6 % of a step."""
+    """Sums gradients in oneDNN; Paddle's sum would take 6 % of a step."""
     if not _is_low(x) or x.stop_gradient:
         return operator(x, count)
     x = contiguous(x)
@@ -236,7 +257,8 @@ def _share(operator: _Operator, x: Tensor, count: int) -> Sequence[Tensor]:
 
 
 def _add(operator: _Operator, x: Tensor, y: Tensor) -> Tensor:
-    x, y = _of_one_dtype([x, y])
+    """Adds two maps, in oneDNN if they are bfloat16."""
+    x, y = _unify_dtypes([x, y])
     # Shapes of plain maps are not compared: a graph for any batch and size does not know them.
     if x.ndim != y.ndim or (x.ndim == 5 and x.shape != y.shape):
         x, y = to_plain(x), to_plain(y)
@@ -247,7 +269,8 @@ def _add(operator: _Operator, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _concat(operator: _Operator, parts: Sequence[Tensor], axis: int = 0) -> Tensor:
-    parts = _of_one_dtype(parts)
+    """Concatenates maps, in oneDNN's layout if theirs allow it."""
+    parts = _unify_dtypes(parts)
     if axis == 1 and any(x.ndim == 5 for x in parts):
         kernel = _concat_kernel(*(layout_of(x) for x in parts))
         if kernel is not None:
@@ -255,10 +278,11 @@ def _concat(operator: _Operator, parts: Sequence[Tensor], axis: int = 0) -> Tens
     parts = [to_plain(x) for x in parts]
     if axis == 1 and _is_low(parts[0]):
         return _Concat.apply(_concat_kernel(*(layout_of(x) for x in parts)), *parts)
-    return operator([_for_paddle(x) for x in parts], axis)
+    return operator([_to_paddle(x) for x in parts], axis)
 
 
 def _activate(name: str, operator: _Operator, x: Tensor) -> Tensor:
+    """Applies an activation, in oneDNN if the map is bfloat16."""
     if _is_low(x):
         return _Activate.apply(x, precision.current().get("Activation", name, layout_of(x)))
     return operator(x)
@@ -267,27 +291,31 @@ def _activate(name: str, operator: _Operator, x: Tensor) -> Tensor:
 def _max_pool2d(
     operator: _Operator, x: Tensor, size: int, stride: int | None = None, padding: int = 0
 ) -> Tensor:
+    """Pools square windows around every cell in oneDNN, others in Paddle."""
     centred = size % 2 == 1 and padding == size // 2
     if centred and (x.ndim == 5 or _is_low(x)):
         kernel = _kernels_for(x).get("max_pool", layout_of(x), size, stride or size)
-        return _OneMap.apply(x, kernel)
-    return _by_paddle(operator, x, size, stride, padding)
+        return _ApplyMapKernel.apply(x, kernel)
+    return _compute_by_paddle(operator, x, size, stride, padding)
 
 
 def _upsample2x(operator: _Operator, x: Tensor) -> Tensor:
+    """Upsamples a map of oneDNN's layout in oneDNN."""
     if x.ndim == 4:
         return operator(x)
-    return _OneMap.apply(x, _kernels_for(x).get("upsample2x", layout_of(x)))
+    return _ApplyMapKernel.apply(x, _kernels_for(x).get("upsample2x", layout_of(x)))
 
 
 def _spatial_mean(operator: _Operator, x: Tensor) -> Tensor:
+    """Averages a map of oneDNN's layout in oneDNN."""
     if x.ndim == 4:
         return operator(x)
-    y = _OneMap.apply(x, _kernels_for(x).get("mean_pool", layout_of(x)))
+    y = _ApplyMapKernel.apply(x, _kernels_for(x).get("mean_pool", layout_of(x)))
     return y.reshape([x.shape[0], -1, 1, 1]).astype("float32")
 
 
 def _scale_channels(operator: _Operator, x: Tensor, factor_BC11: Tensor) -> Tensor:
+    """Scales channels of a map in oneDNN's layout."""
     if x.ndim == 4:
         return operator(x, factor_BC11)
     conv = _scaling_kernel(x)

@@ -25,6 +25,7 @@ from ppdist.models.layers import ConvBNLayer, RepConv
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
+    """Returns [y, x] of a setting; None: it has another form."""
     if isinstance(value, int):
         return value, value
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(v) is int for v in value):
@@ -35,25 +36,26 @@ def _pair(value: Any) -> tuple[int, int] | None:
 def _kernel(
     conv: nn.Conv2D, x: Tensor, keeps_layout: bool = False, y_dtype: str = "float32"
 ) -> onednn.Convolution | None:
-    """Kernels of a layer for an input; None: it stays plain."""
+    """Returns the kernels of a layer for an input; None: the layer stays plain."""
     kernels = precision.current()
-    made = paddle_api.conv_settings(conv)
-    stride, padding, dilation = _pair(made.stride), _pair(made.padding), _pair(made.dilation)
+    settings = paddle_api.conv_settings(conv)
+    stride, padding = _pair(settings.stride), _pair(settings.padding)
+    dilation = _pair(settings.dilation)
     if stride is None or padding is None or dilation is None:
         return None
     if dtype_of(x) not in ("float32", kernels.dtype):
         return None
-    if made.data_format != "NCHW" or made.padding_mode != "zeros" or 0 in x.shape:
+    if settings.data_format != "NCHW" or settings.padding_mode != "zeros" or 0 in x.shape:
         return None
-    given = layout_of(x)
+    x_layout = layout_of(x)
     return kernels.find(
-        "Convolution", tuple(given.shape), tuple(conv.weight.shape), stride, padding, dilation,
-        made.groups, conv.bias is not None, given.block, keeps_layout, kernels.dtype, given.dtype,
-        y_dtype,
+        "Convolution", tuple(x_layout.shape), tuple(conv.weight.shape), stride, padding, dilation,
+        settings.groups, conv.bias is not None, x_layout.block, keeps_layout, kernels.dtype,
+        x_layout.dtype, y_dtype,
     )  # fmt: skip
 
 
-def _paddles_own(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _run_plain(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Runs the plain layer on a plain float32 map."""
     if dtype_of(x) == "bfloat16":
         x = to_plain(x).astype("float32")
@@ -61,12 +63,15 @@ def _paddles_own(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return forward(x)
 
 
-def _needs(*inputs: Tensor | None) -> tuple[bool, ...]:
-    """Whether backward must return the gradient, for each tensor."""
+def _need_gradients(*inputs: Tensor | None) -> tuple[bool, ...]:
+    """Tests for each tensor if backward must return its gradient."""
     return tuple(not tensor.stop_gradient for tensor in inputs if tensor is not None)
 
 
-def _only(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def _select_needed(
+    gradients: Sequence[Tensor | None], needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Replaces gradients that nobody needs by None."""
     return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
@@ -77,17 +82,17 @@ class _Convolve(PyLayer):
     def forward(ctx, x_given, weight, bias, conv, needs):
         x = conv.x_in(contiguous(x_given))
         ctx.save_for_backward(weight)
-        ctx.kept = conv, x, needs
+        ctx.saved = conv, x, needs
         return conv.y_out(conv.forward(x, weight, bias))
 
     @staticmethod
     def backward(ctx, dy_given):
         (weight,) = ctx.saved_tensor()
-        conv, x, needs = ctx.kept
+        conv, x, needs = ctx.saved
         dy = conv.y_in(contiguous(dy_given, conv.y_given.dtype))
         dw, db = conv.weight_gradient(x, dy)
         dx = conv.data_gradient(dy, weight) if needs[0] else None
-        return _only((dx, dw, db) if conv.has_bias else (dx, dw), needs)
+        return _select_needed((dx, dw, db) if conv.has_bias else (dx, dw), needs)
 
 
 class OneDNNConv2D(nn.Conv2D):
@@ -96,13 +101,13 @@ class OneDNNConv2D(nn.Conv2D):
     def forward(self, x: Tensor) -> Tensor:
         conv = _kernel(self, x)
         if conv is None:
-            return _paddles_own(super().forward, to_plain(x))
+            return _run_plain(super().forward, to_plain(x))
         inputs = (x, self.weight, self.bias)
-        return _Convolve.apply(*inputs, conv, _needs(*inputs))
+        return _Convolve.apply(*inputs, conv, _need_gradients(*inputs))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """x w + b as float32; None: oneDNN does not compute it."""
+    """Computes x w + b as float32; None: oneDNN does not compute it."""
     kernels, rows = precision.current(), math.prod(x.shape[:-1])
     takes = dtype_of(x) in ("float32", kernels.dtype) and dtype_of(weight) == "float32"
     if not takes or not rows:
@@ -115,7 +120,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     if kernel is None:
         return None
     inputs = (x.reshape(shape), contiguous(weight), bias)
-    return _Convolve.apply(*inputs, kernel, _needs(*inputs)).reshape([*x.shape[:-1], outputs])
+    return _Convolve.apply(*inputs, kernel, _need_gradients(*inputs)).reshape(
+        [*x.shape[:-1], outputs]
+    )
 
 
 class OneDNNLinear(nn.Linear):
@@ -127,19 +134,23 @@ class OneDNNLinear(nn.Linear):
 
 
 class _NormalizeRows(PyLayer):
+    """Layer norm of rows."""
+
     @staticmethod
     def forward(ctx, x, scale_D, shift_D, kernel):
-        x, ctx.needs = contiguous(x), _needs(x, scale_D, shift_D)
+        x, ctx.needs = contiguous(x), _need_gradients(x, scale_D, shift_D)
         y, *statistics = kernel.forward(x, scale_D, shift_D)
         ctx.save_for_backward(scale_D, shift_D)
-        ctx.kept = kernel, x, statistics
+        ctx.saved = kernel, x, statistics
         return y.reshape(x.shape)
 
     @staticmethod
     def backward(ctx, dy):
-        kernel, x, statistics = ctx.kept
-        dx, *others = kernel.gradient(x, *ctx.saved_tensor(), *statistics, contiguous(dy))
-        return _only((dx.reshape(x.shape), *others), ctx.needs)
+        kernel, x, statistics = ctx.saved
+        dx, *parameter_gradients = kernel.gradient(
+            x, *ctx.saved_tensor(), *statistics, contiguous(dy)
+        )
+        return _select_needed((dx.reshape(x.shape), *parameter_gradients), ctx.needs)
 
 
 class OneDNNLayerNorm(nn.LayerNorm):
@@ -158,18 +169,22 @@ class OneDNNLayerNorm(nn.LayerNorm):
 
 
 class _Attend(PyLayer):
+    """Attention of all heads."""
+
     @staticmethod
     def forward(ctx, q, k, v, bias, kernel):
-        ctx.needs = _needs(q, k, v, bias)
-        q, k, v = (contiguous(each) for each in (q, k, v))
+        ctx.needs = _need_gradients(q, k, v, bias)
+        q, k, v = (contiguous(x) for x in (q, k, v))
         y, shares = kernel.forward(q, k, v, bias)
-        ctx.kept = kernel, q, k, v, shares
+        ctx.saved = kernel, q, k, v, shares
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        kernel, *inputs = ctx.kept
-        return _only((*kernel.gradient(*inputs, contiguous(dy)), None)[: len(ctx.needs)], ctx.needs)
+        kernel, *inputs = ctx.saved
+        return _select_needed(
+            (*kernel.gradient(*inputs, contiguous(dy)), None)[: len(ctx.needs)], ctx.needs
+        )
 
 
 class OneDNNMultiHeadAttention(MultiHeadAttention):
@@ -182,13 +197,14 @@ class OneDNNMultiHeadAttention(MultiHeadAttention):
     def attend(
         self, queries_BND: Tensor, keys_BND: Tensor, values_BND: Tensor, bias_BHNN: Tensor | None
     ) -> Tensor:
-        each, kernel = (queries_BND, keys_BND, values_BND), None
-        learned = bias_BHNN is not None and not bias_BHNN.stop_gradient
-        if not learned and all(dtype_of(x) == "float32" for x in each) and 0 not in each[0].shape:
+        inputs, kernel = (queries_BND, keys_BND, values_BND), None
+        is_learned = bias_BHNN is not None and not bias_BHNN.stop_gradient
+        is_float32 = all(dtype_of(x) == "float32" for x in inputs)
+        if not is_learned and is_float32 and 0 not in inputs[0].shape:
             kernel = precision.FLOAT32.find("Attention", tuple(queries_BND.shape), HEADS)
         if kernel is None:
-            return super().attend(*each, bias_BHNN)
-        return _Attend.apply(*each, bias_BHNN, kernel)
+            return super().attend(*inputs, bias_BHNN)
+        return _Attend.apply(*inputs, bias_BHNN, kernel)
 
 
 class _Branch:
@@ -199,18 +215,18 @@ class _Branch:
         self.bn = kernels.get("BatchNorm", conv.y, paddle_api.epsilon(norm))
 
     def forward(self, x: Tensor, weight: Tensor, gamma_O: Tensor, beta_O: Tensor) -> Tensor:
-        """Forward on buffers in the convolution's layouts; updates running statistics."""
+        """Computes forward on buffers in the convolution's layouts; updates running statistics."""
         self.z = self.conv.forward(x, weight, None)
         out, self.mean_O, self.var_O = self.bn.train(self.z, gamma_O, beta_O)
-        keep = paddle_api.momentum(self.norm)
+        momentum = paddle_api.momentum(self.norm)
         mean_O, var_O = paddle_api.running_statistics(self.norm)
-        # Paddle's CPU kernel keeps the biased variance (1/n) as its running statistic; so do we.
-        paddle.assign(keep * mean_O + (1 - keep) * self.mean_O, mean_O)
-        paddle.assign(keep * var_O + (1 - keep) * self.var_O, var_O)
+        # Paddle's CPU kernel uses the biased variance (1/n) as its running statistic; so do we.
+        paddle.assign(momentum * mean_O + (1 - momentum) * self.mean_O, mean_O)
+        paddle.assign(momentum * var_O + (1 - momentum) * self.var_O, var_O)
         return out
 
     def infer(self, x: Tensor, weight: Tensor, gamma_O: Tensor, beta_O: Tensor) -> Tensor:
-        """The same from running statistics; keeps nothing for backward."""
+        """Computes forward from running statistics; saves nothing for backward."""
         z = self.conv.forward(x, weight, None)
         return self.bn.infer(z, gamma_O, beta_O, *paddle_api.running_statistics(self.norm))
 
@@ -223,9 +239,9 @@ class _Branch:
         needs_dx: bool,
         in_place: bool,
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-        """Gradients of x (in its given layout), weight, gamma and beta.
+        """Computes gradients of x (in its given layout), weight, gamma and beta.
 
-        Args: in_place: whether dy may be overwritten.
+        Args: in_place: dy may be overwritten.
         """
         dz, dgamma_O, dbeta_O = self.bn.gradient(
             self.z, gamma_O, self.mean_O, self.var_O, dy, in_place
@@ -248,26 +264,29 @@ class _Call:
             self.sum_y = kernels.get("Sum", self.conv.y)
             self.sum_x = kernels.get("Sum", self.conv.x_given)
 
-    def total(self, way: str, x: Tensor, parameters: Sequence[Tensor], alpha: Any) -> Tensor:
-        """The sum of the branches.  Args: way: `forward` or `infer`."""
-        total = getattr(self.branches[0], way)(x, *parameters[:3])
+    def total(self, method: str, x: Tensor, parameters: Sequence[Tensor], alpha: Any) -> Tensor:
+        """Computes the sum of the branches.
+
+        Args: method: `forward` or `infer`.
+        """
+        total = getattr(self.branches[0], method)(x, *parameters[:3])
         if self.sum_y is not None:
             weight, gamma_O, beta_O = parameters[3:]
-            norm = _scaled(gamma_O, alpha), _scaled(beta_O, alpha)
-            total = self.sum_y(total, getattr(self.branches[1], way)(x, weight, *norm))
+            norm = _scale(gamma_O, alpha), _scale(beta_O, alpha)
+            total = self.sum_y(total, getattr(self.branches[1], method)(x, weight, *norm))
         return total
 
     def infer(self, x_given: Tensor, parameters: Sequence[Tensor], alpha: Tensor | None) -> Tensor:
-        """The result from running statistics; keeps nothing for backward."""
+        """Computes the result from running statistics; saves nothing for backward."""
         y = self.total("infer", self.conv.x_in(contiguous(x_given)), parameters, alpha)
         return self.conv.y_out(y if self.activation is None else self.activation.forward(y))
 
 
-class _Normalized(PyLayer):
+class _ConvBNActivation(PyLayer):
     """activation(bn(conv(x)) + alpha * bn(conv(x))); the second branch may be missing.
 
     alpha scales gamma and beta of the second branch instead of a map, and its gradient follows from
-    theirs: d alpha = sum(gamma * d(alpha gamma) + beta * d(alpha beta)).
+    their gradients: d alpha = sum(gamma * d(alpha gamma) + beta * d(alpha beta)).
     """
 
     @staticmethod
@@ -276,38 +295,39 @@ class _Normalized(PyLayer):
         total = call.total("forward", x, parameters, alpha)
         ctx.save_for_backward(*parameters)
         if call.activation is None:
-            ctx.kept = call, x, None, alpha, needs
+            ctx.saved = call, x, None, alpha, needs
             return call.conv.y_out(total)
-        ctx.kept = call, x, total, alpha, needs
+        ctx.saved = call, x, total, alpha, needs
         return call.conv.y_out(call.activation.forward(total))
 
     @staticmethod
     def backward(ctx, dy_given):
         weight, gamma_O, _, *side = ctx.saved_tensor()
-        call, x, total, alpha, needs = ctx.kept
+        call, x, total, alpha, needs = ctx.saved
         dy = call.conv.y_in(contiguous(dy_given, call.conv.y_given.dtype))
         if call.activation is not None:
             dy = call.activation.gradient(total, dy)
-        is_ours = dy is not dy_given
+        is_own_buffer = dy is not dy_given
         dx, *gradients = call.branches[0].backward(
-            x, dy, weight, gamma_O, needs[0], is_ours and not side
+            x, dy, weight, gamma_O, needs[0], is_own_buffer and not side
         )
         if not side:
-            return _only((dx, *gradients), needs)
+            return _select_needed((dx, *gradients), needs)
         weight, gamma_O, beta_O = side
         dx_side, dw, dgamma_O, dbeta_O = call.branches[1].backward(
-            x, dy, weight, _scaled(gamma_O, alpha), needs[0], is_ours
+            x, dy, weight, _scale(gamma_O, alpha), needs[0], is_own_buffer
         )
         if needs[0]:
             dx = call.sum_x(dx, dx_side)
         dalpha = []
         if alpha is not None:
             dalpha = [(gamma_O * dgamma_O + beta_O * dbeta_O).sum().reshape([1])]
-        gradients += [dw, _scaled(dgamma_O, alpha), _scaled(dbeta_O, alpha)]
-        return _only((dx, *dalpha, *gradients), needs)
+        gradients += [dw, _scale(dgamma_O, alpha), _scale(dbeta_O, alpha)]
+        return _select_needed((dx, *dalpha, *gradients), needs)
 
 
-def _scaled(values: Tensor, alpha: Tensor | None) -> Tensor:
+def _scale(values: Tensor, alpha: Tensor | None) -> Tensor:
+    """Multiplies by alpha, if there is one."""
     return values if alpha is None else alpha * values
 
 
@@ -318,28 +338,31 @@ def _compute(
     blocks: Sequence[ConvBNLayer],
     alpha: Tensor | None = None,
 ) -> Tensor:
-    """Activated sum of convolutions with batch norm; else what `plain` computes."""
+    """Computes an activated sum of convolutions with batch norm, or what `plain` computes."""
     inputs = [x, alpha]
     for block in blocks:
         inputs += [block.conv.weight, block.bn.weight, block.bn.bias]
-    fixed = [not b.bn.training or paddle_api.normalises_by_running(b.bn) for b in blocks]
-    # No gradient is needed in evaluation, nor in training if everything up to here is frozen.
-    constants = all(fixed) and not (paddle.is_grad_enabled() and any(_needs(*inputs)))
-    moving = not any(fixed) and all(type(b.bn) is nn.BatchNorm2D for b in blocks)
+    is_fixed = [not b.bn.training or paddle_api.normalises_by_running(b.bn) for b in blocks]
+    # No gradient is needed in evaluation, nor in training if all layers up to here are frozen.
+    uses_running = all(is_fixed) and not (
+        paddle.is_grad_enabled() and any(_need_gradients(*inputs))
+    )
+    uses_batch = not any(is_fixed) and all(type(b.bn) is nn.BatchNorm2D for b in blocks)
     kernels, convs = precision.current(), list[Any]()
-    if constants or moving:
+    if uses_running or uses_batch:
         y_dtype = kernels.between if layer.keeps_layout else "float32"
         convs = [_kernel(b.conv, x, layer.keeps_layout, y_dtype) for b in blocks]
     if not convs or None in convs:
-        return _paddles_own(plain, x)
+        return _run_plain(plain, x)
+    # Two branches are added in one buffer, so their kernels need the same layouts.
     first, last = convs[0], convs[-1]
     if first is not last and not (first.x.equals(last.x) and first.y.equals(last.y)):
-        return _paddles_own(plain, x)
+        return _run_plain(plain, x)
     branches = [_Branch(kernels, conv, b.bn) for conv, b in zip(convs, blocks)]
     call = _Call(kernels, branches, layer.activation)
-    if constants:
+    if uses_running:
         return call.infer(x, inputs[2:], alpha)
-    return _Normalized.apply(x, alpha, call, _needs(*inputs), *inputs[2:])
+    return _ConvBNActivation.apply(x, alpha, call, _need_gradients(*inputs), *inputs[2:])
 
 
 class OneDNNConvBNLayer(ConvBNLayer):
@@ -348,8 +371,8 @@ class OneDNNConvBNLayer(ConvBNLayer):
     keeps_layout = False  # the output is in oneDNN's layout, if that has a name, and dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        folded = not isinstance(self.bn, nn.BatchNorm2D)
-        return _compute(self, super().forward, x, [] if folded else [self])
+        is_folded = not isinstance(self.bn, nn.BatchNorm2D)
+        return _compute(self, super().forward, x, [] if is_folded else [self])
 
 
 class OneDNNRepConv(RepConv):

@@ -62,21 +62,25 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
 
 
 class OneDNNError(RuntimeError):
-    """A oneDNN call failed; callers fall back to eager."""
+    """Error of a oneDNN call; callers fall back to eager."""
 
 
 class _Argument(ctypes.Structure):
+    """dnnl_exec_arg_t of oneDNN."""
+
     _fields_ = [("index", c_int), ("memory", c_void_p)]
 
 
 class _Version(ctypes.Structure):
+    """dnnl_version_t of oneDNN."""
+
     _fields_ = [("major", c_int), ("minor", c_int), ("patch", c_int)]
 
 
 class Library:
     """libdnnl with its CPU engine and an in-order stream.
 
-    Raises: OSError: not there or not loadable; OneDNNError: not oneDNN 3.
+    Raises: OSError: the library is missing or cannot be loaded; OneDNNError: it is not oneDNN 3.
     """
 
     def __init__(self) -> None:
@@ -96,6 +100,7 @@ class Library:
         self.c.dnnl_memory_desc_equal.argtypes = [c_void_p, c_void_p]
         self.c.dnnl_memory_set_data_handle.argtypes = [c_void_p, c_void_p]
         self.c.dnnl_fmt_tag2str.restype = c_char_p
+        # A wrong number would be another layout without an error, so the names are compared.
         for tag, name in _TAGS.values():
             if self.c.dnnl_fmt_tag2str(tag) != name:
                 raise OneDNNError(f"oneDNN's layout {tag} is not {name.decode()}")
@@ -104,18 +109,22 @@ class Library:
         self.check(self.c.dnnl_engine_create(byref(self.engine), _CPU, c_size_t(0)), "engine")
         self.stream = c_void_p()
         self.check(self.c.dnnl_stream_create(byref(self.stream), self.engine, _IN_ORDER), "stream")
-        _let_threads_sleep(folder)
-        _keep_memory()
+        _limit_spinning(folder)
+        _keep_freed_memory()
 
-    def check(self, status: int, what: str) -> None:
+    def check(self, status: int, action: str) -> None:
+        """Checks the status of a call.
+
+        Raises: OneDNNError: it is not success.
+        """
         if status != 0:
-            raise OneDNNError(f"oneDNN {what}: status {status}")
+            raise OneDNNError(f"oneDNN {action}: status {status}")
 
 
-def _let_threads_sleep(folder: Path) -> None:
-    """Lets OpenMP's threads sleep 1 ms after a kernel.
+def _limit_spinning(folder: Path) -> None:
+    """Makes OpenMP's threads sleep 1 ms after a kernel.
 
-    By default they spin for 200 ms on a core that a data loader or another rank could use.
+    By default they spin for 200 ms, on a core that a data loader or another rank could use.
 
     The next kernel of a step follows within 1 ms, and waking a thread takes 50 us: with two threads
     that sleep at once, a step of YOLOv5n took 1.26 times as long on an idle machine (1.5 times in
@@ -126,11 +135,11 @@ def _let_threads_sleep(folder: Path) -> None:
         ctypes.CDLL(str(file)).kmp_set_blocktime(c_int(1))
 
 
-def _keep_memory() -> None:
-    """Keeps memory that a step frees, for the next step.
+def _keep_freed_memory() -> None:
+    """Makes the C library keep memory that a step frees, for the next step.
 
-    The C library returns blocks above 32 MB, and what lies free on top, to the kernel, which then
-    clears every page again: a tenth of a step of RT-DETR.
+    By default it returns blocks above 32 MB, and free memory at the top of the heap, to the kernel,
+    which then has to clear every page again: a tenth of a step of RT-DETR.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it, musl does not
     if mallopt is not None:
@@ -140,18 +149,22 @@ def _keep_memory() -> None:
 
 @cache
 def library() -> Library:
+    """Returns the library, loaded once.
+
+    Raises: see `Library`.
+    """
     return Library()
 
 
 def _create(function: str, *arguments: Any) -> c_void_p:
-    """The handle that `dnnl_<function>` creates from these arguments."""
+    """Returns the handle that `dnnl_<function>` creates from these arguments."""
     handle = c_void_p()
     library().check(getattr(library().c, f"dnnl_{function}")(byref(handle), *arguments), function)
     return handle
 
 
 def _describe(kind: str, *arguments: Any) -> c_void_p:
-    """The description from which a `_Primitive` is created."""
+    """Creates the description from which a `_Primitive` is created."""
     return _create(f"{kind}_primitive_desc_create", library().engine, *arguments, None)
 
 
@@ -159,9 +172,10 @@ class Descriptor:
     """Shape, layout and dtype of a tensor.
 
     Attributes:
-        shape: the logical one, [B, C, H, W] of an activation.
-        tensor_shape: of the Paddle tensors that hold it.
-        block: channels side by side in memory; 0: row-major; None: not a layout of `layout`.
+        shape: the logical shape, [B, C, H, W] of an activation.
+        tensor_shape: shape of the Paddle tensors that hold it.
+        block: number of channels that are adjacent in memory; 0: row-major; None: not a layout of
+            `layout`.
     """
 
     def __init__(self, handle: c_void_p, shape: Sequence[int], dtype: str = "float32") -> None:
@@ -172,20 +186,25 @@ class Descriptor:
         self.tensor_shape = [-(-size // _DATA_TYPES[dtype][1])]
         self.block: int | None = None
 
-    def equals(self, other: "Descriptor") -> bool:
-        return bool(library().c.dnnl_memory_desc_equal(self.handle, other.handle))
+    def equals(self, descriptor: "Descriptor") -> bool:
+        """Returns True if shape, layout and dtype are equal."""
+        return bool(library().c.dnnl_memory_desc_equal(self.handle, descriptor.handle))
 
 
 def _dims(values: Sequence[int]) -> ctypes.Array[c_int64]:
+    """Converts to oneDNN's dnnl_dims_t."""
     return (c_int64 * _MAX_DIMS)(*values)
 
 
 def plain(shape: Sequence[int], dtype: str = "float32") -> Descriptor:
-    """Row-major: the layout of every contiguous Paddle tensor."""
+    """Returns the row-major layout, that of every contiguous Paddle tensor."""
     return layout(tuple(shape), 0, dtype)
 
 
-def _strided(shape: Sequence[int], strides: Sequence[int], dtype: str = "float32") -> Descriptor:
+def _describe_strides(
+    shape: Sequence[int], strides: Sequence[int], dtype: str = "float32"
+) -> Descriptor:
+    """Returns the layout with the given strides, in elements."""
     handle = _create(
         "memory_desc_create_with_strides", len(shape), _dims(shape), _DATA_TYPES[dtype][0],
         _dims(strides),
@@ -195,19 +214,19 @@ def _strided(shape: Sequence[int], strides: Sequence[int], dtype: str = "float32
 
 @cache
 def layout(shape: tuple[int, ...], block: int, dtype: str = "float32") -> Descriptor:
-    """The layout of tensors [B, C / block, H, W, block].
+    """Returns the layout of tensors [B, C / block, H, W, block].
 
     Args: block: 0: row-major, any shape.
     """
     if block and block != shape[1]:
-        result = Descriptor(_tagged(shape, _TAGS[block][0], dtype), shape, dtype)
+        result = Descriptor(_describe_tag(shape, _TAGS[block][0], dtype), shape, dtype)
     else:
         order = [0, 2, 3, 1] if block else range(len(shape))  # from the slowest axis to the fastest
         strides, step = [0] * len(shape), 1
         for axis in reversed(order):
             strides[axis] = step
             step *= shape[axis]
-        result = _strided(shape, strides, dtype)
+        result = _describe_strides(shape, strides, dtype)
     result.block, result.tensor_shape = block, list(shape)
     if block:
         batch, channels, height, width = shape
@@ -215,8 +234,8 @@ def layout(shape: tuple[int, ...], block: int, dtype: str = "float32") -> Descri
     return result
 
 
-def _tagged(shape: Sequence[int], tag: int, dtype: str = "float32") -> c_void_p:
-    """The layout of a tag; with `_ANY` the primitive chooses it."""
+def _describe_tag(shape: Sequence[int], tag: int, dtype: str = "float32") -> c_void_p:
+    """Creates the layout of a tag; with `_ANY` the primitive chooses it."""
     return _create(
         "memory_desc_create_with_tag", len(shape), _dims(shape), _DATA_TYPES[dtype][0], tag
     )
@@ -233,17 +252,21 @@ class _Primitive:
         self.outputs = [descriptor for _, descriptor in outputs]
         places = [*inputs, *outputs]
         self.arguments, self.memories = (_Argument * len(places))(), []
+        # Memory objects are created once; a call only sets the addresses of its tensors.
         for slot, (index, descriptor) in zip(self.arguments, places, strict=True):
             memory = _create("memory_create", descriptor.handle, library().engine, c_void_p(0))
             self.memories.append(memory)
             slot.index, slot.memory = index, memory.value
 
     def __call__(self, *inputs: Tensor, into: Tensor | None = None) -> list[Tensor]:
-        """Args: into: buffer of the first output, which may be one of the inputs."""
+        """Runs the kernel.
+
+        Args: into: buffer of the first output, which may be one of the inputs.
+        """
         lib = library()
         outputs = [] if into is None else [into]
-        for wanted in self.outputs[len(outputs) :]:
-            outputs.append(paddle.empty(wanted.tensor_shape, dtype=wanted.dtype))
+        for descriptor in self.outputs[len(outputs) :]:
+            outputs.append(paddle.empty(descriptor.tensor_shape, dtype=descriptor.dtype))
         for memory, tensor in zip(self.memories, (*inputs, *outputs), strict=True):
             lib.c.dnnl_memory_set_data_handle(memory, tensor.data_ptr())
         status = lib.c.dnnl_primitive_execute(
@@ -254,10 +277,10 @@ class _Primitive:
 
 
 def _layout(
-    description: c_void_p, what: int, shape: Sequence[int], dtype: str = "float32"
+    description: c_void_p, query: int, shape: Sequence[int], dtype: str = "float32"
 ) -> Descriptor:
-    """The layout that a primitive expects or produces: that of `layout`, if it needs no padding."""
-    handle = library().c.dnnl_primitive_desc_query_md(description, what, 0)
+    """Returns the layout that a primitive expects or produces, as `layout` has it if unpadded."""
+    handle = library().c.dnnl_primitive_desc_query_md(description, query, 0)
     chosen, shape = Descriptor(c_void_p(handle), shape, dtype), tuple(shape)
     if len(shape) == 2:
         rows = plain(shape, dtype)
@@ -269,20 +292,23 @@ def _layout(
         if candidate.equals(chosen):
             return candidate
     if shape[1] in blocks:  # one block of all channels: the same memory
-        tagged = _tagged(shape, _TAGS[shape[1]][0], dtype)
+        tagged = _describe_tag(shape, _TAGS[shape[1]][0], dtype)
         if Descriptor(tagged, shape, dtype).equals(chosen):
             return layout(shape, shape[1], dtype)
     return chosen
 
 
 class Reorder:
-    """Copies between two layouts or dtypes of one shape."""
+    """Copy between two layouts or dtypes of one shape."""
 
-    def __init__(self, source: Descriptor, target: Descriptor, of_whole: bool = False) -> None:
-        """Args: of_whole: the source is part of a larger buffer, so even an equal layout is copied:
-        with one image, the first part has the layout of a buffer of its own."""
+    def __init__(self, source: Descriptor, target: Descriptor, is_part: bool = False) -> None:
+        """Creates the copy.
+
+        Args: is_part: the source is part of a larger buffer, so even an equal layout is copied:
+        with one image, the first part has the layout of a buffer of its own.
+        """
         self.primitive: _Primitive | None = None
-        if source.equals(target) and not of_whole:
+        if source.equals(target) and not is_part:
             return
         engine = library().engine
         description = _create(
@@ -291,16 +317,16 @@ class Reorder:
         self.primitive = _Primitive(description, [(_SRC, source)], [(_DST, target)])
 
     def __call__(self, buffer: Tensor) -> Tensor:
-        """`buffer` in the target layout (itself, if nothing is to be done)."""
+        """Returns `buffer` in the target layout; itself if the layouts are equal."""
         return buffer if self.primitive is None else self.primitive(buffer)[0]
 
 
-class _Weighted:
-    """The kernels of an operation with weights, with reorders.
+class _WeightedOperation:
+    """Kernels of an operation with weights, with reorders.
 
     Attributes:
-        x, y: the layouts of the kernel; x_given, y_given: those outside.
-        w_shape: of the parameter.
+        x, y: layouts of the kernel; x_given, y_given: layouts outside.
+        w_shape: shape of the parameter.
     """
 
     def __init__(
@@ -310,7 +336,7 @@ class _Weighted:
     ) -> None:  # fmt: skip
         """
         Args:
-            described: forward, gradient of the data, gradient of the weight.
+            described: descriptions of forward, gradient of the data, gradient of the weight.
             inside, outside: layouts of x and y.
             weight, bias: layouts of the parameters.
         """
@@ -322,7 +348,11 @@ class _Weighted:
         w_forward = _layout(forward, _Q_WEIGHTS, weight.shape, dtype)
         self._forward = _Primitive(
             forward,
-            [(_SRC, self.x), (_WEIGHTS, w_forward), *((_BIAS, each) for each in biases)],
+            [
+                (_SRC, self.x),
+                (_WEIGHTS, w_forward),
+                *((_BIAS, bias_layout) for bias_layout in biases),
+            ],
             [(_DST, self.y)],
         )
         w_data = _layout(to_data, _Q_WEIGHTS, weight.shape, dtype)
@@ -335,7 +365,7 @@ class _Weighted:
         self._weight = _Primitive(
             to_weight,
             [(_SRC, x_weight), (_D_DST, dy_weight)],
-            [(_D_WEIGHTS, dw), *((_D_BIAS, each) for each in biases)],
+            [(_D_WEIGHTS, dw), *((_D_BIAS, bias_layout) for bias_layout in biases)],
         )
         self.x_in = Reorder(self.x_given, self.x)
         self.y_in, self.y_out = Reorder(self.y_given, self.y), Reorder(self.y, self.y_given)
@@ -345,14 +375,14 @@ class _Weighted:
         self._y_to_weight, self._y_to_data = Reorder(self.y, dy_weight), Reorder(self.y, dy_data)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """A buffer in layout `self.y` of one in layout `self.x`.
+        """Computes a buffer in layout `self.y` from one in layout `self.x`.
 
-        weight and bias are plain.
+        weight and bias have the plain layout.
         """
         return self._forward(x, self._w_in(weight), *([] if bias is None else [bias]))[0]
 
     def weight_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Plain gradients of weight and bias.
+        """Computes plain gradients of weight and bias.
 
         x and dy are buffers in the layouts `self.x` and `self.y`.
         """
@@ -360,20 +390,19 @@ class _Weighted:
         return self._dw_out(dw).reshape(self.w_shape), d_bias[0] if d_bias else None
 
     def data_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
-        """Buffer in layout `self.x_given` from one in layout `self.y`."""
+        """Computes a buffer in layout `self.x_given` from one in layout `self.y`."""
         return self._dx_out(self._data(self._y_to_data(dy), self._w_data_in(weight))[0])
 
 
-class Convolution(_Weighted):
-    """The kernels of a convolution of one shape, with reorders.
+class Convolution(_WeightedOperation):
+    """Kernels of a convolution of one shape, with reorders.
 
     Args:
         x_shape [B, C, H, W]; w_shape [O, C / groups, kh, kw]; stride, padding, dilation [y, x].
         x_block: layout of x and of its gradient; see `layout`.
-        keeps_layout: whether y and its gradient are in oneDNN's layout, if that has a name; else
-            row-major.
-        dtype: of the kernels; they sum products of bfloat16 in float32, and parameters and their
-            gradients are always float32.
+        keeps_layout: y and its gradient are in oneDNN's layout, if that has a name; else row-major.
+        dtype: dtype of the kernels; they sum products of bfloat16 in float32, and parameters and
+            their gradients are always float32.
         x_dtype, y_dtype: dtypes of x and y outside the kernels.
     Raises: OneDNNError: oneDNN has no kernel for it.
     """
@@ -390,7 +419,7 @@ class Convolution(_Weighted):
         y_shape = [batch, w_shape[0], *y_size]
         grouped = list(w_shape) if groups == 1 else [groups, w_shape[0] // groups, *w_shape[1:]]
         bias = plain([w_shape[0]])
-        x_any, w_any, y_any = (_tagged(s, _ANY, dtype) for s in (x_shape, grouped, y_shape))
+        x_any, w_any, y_any = (_describe_tag(s, _ANY, dtype) for s in (x_shape, grouped, y_shape))
         bias_handle = bias.handle if has_bias else None
         pads = _dims(padding)
         window = (_dims(stride), _dims([d - 1 for d in dilation]), pads, pads)
@@ -401,20 +430,22 @@ class Convolution(_Weighted):
         )  # fmt: skip
         x = _layout(forward, _Q_SRC, x_shape, dtype)
         y = _layout(forward, _Q_DST, y_shape, dtype)
-        to_data, kernel = None, c_char_p()
-        with suppress(OneDNNError):  # in the layouts of the forward kernel: saves two reorders
+        # First in the layouts of the forward kernel, which saves two reorders.
+        to_data, kernel_name = None, c_char_p()
+        with suppress(OneDNNError):
             to_data = _describe(
                 "convolution_backward_data", direct, x.handle, w_any, y.handle, *window,
                 forward,
             )  # fmt: skip
-            library().c.dnnl_primitive_desc_query(to_data, _Q_IMPLEMENTATION, 0, byref(kernel))
-        if not (kernel.value or b"").startswith(_COMPILED):  # in those that the kernel prefers
+            library().c.dnnl_primitive_desc_query(to_data, _Q_IMPLEMENTATION, 0, byref(kernel_name))
+        # Fall back to the layouts that the kernel prefers.
+        if to_data is None or not (kernel_name.value or b"").startswith(_COMPILED):
             to_data = _describe(
                 "convolution_backward_data", direct, x_any, w_any, y_any, *window, forward
             )
         to_weight = _describe(
-            "convolution_backward_weights", direct, x_any, _tagged(grouped, _ANY), bias_handle,
-            y_any, *window, forward,
+            "convolution_backward_weights", direct, x_any, _describe_tag(grouped, _ANY),
+            bias_handle, y_any, *window, forward,
         )  # fmt: skip
         block = y.block if keeps_layout else 0
         outside = (
@@ -426,11 +457,11 @@ class Convolution(_Weighted):
         )  # fmt: skip
 
 
-class Linear(_Weighted):
-    """The kernels of x w + b for rows x.
+class Linear(_WeightedOperation):
+    """Kernels of x w + b for rows x.
 
     Args:
-        x_shape [R, K]; w_shape [K, N], as Paddle keeps it; the others as of `Convolution`.
+        x_shape [R, K]; w_shape [K, N], as in Paddle; other arguments as in `Convolution`.
     Raises: OneDNNError: oneDNN has no kernel for it.
     """
 
@@ -439,29 +470,29 @@ class Linear(_Weighted):
         dtype: str = "float32", x_dtype: str = "float32", y_dtype: str = "float32",
     ) -> None:  # fmt: skip
         (rows, width), outputs = x_shape, w_shape[1]
-        turned, bias = [outputs, width], plain([outputs])
+        transposed, bias = [outputs, width], plain([outputs])
         x, y = plain(x_shape, dtype), plain([rows, outputs], dtype)
         bias_handle = bias.handle if has_bias else None
-        any_weight = _tagged(turned, _ANY, dtype)
+        any_weight = _describe_tag(transposed, _ANY, dtype)
         forward = _describe(
             "inner_product_forward", _FORWARD_TRAINING, x.handle, any_weight, bias_handle, y.handle
         )
         to_data = _describe("inner_product_backward_data", x.handle, any_weight, y.handle, forward)
         to_weight = _describe(
-            "inner_product_backward_weights", x.handle, _tagged(turned, _ANY), bias_handle,
-            y.handle, forward,
+            "inner_product_backward_weights", x.handle, _describe_tag(transposed, _ANY),
+            bias_handle, y.handle, forward,
         )  # fmt: skip
         super().__init__(
             (forward, to_data, to_weight), (x, y),
             (plain(x_shape, x_dtype), plain([rows, outputs], y_dtype)),
-            _strided(turned, [1, outputs]), w_shape, bias if has_bias else None,
+            _describe_strides(transposed, [1, outputs]), w_shape, bias if has_bias else None,
         )  # fmt: skip
 
 
 class BatchNorm:
     """Batch normalisation of buffers in a given layout.
 
-    Attributes: train: gives y, mean_C and biased variance_C of a batch (x, scale, shift).
+    Attributes: train: returns y, mean_C and the biased variance_C of a batch (x, scale, shift).
     """
 
     def __init__(self, x: Descriptor, epsilon: float) -> None:
@@ -487,12 +518,16 @@ class BatchNorm:
     def infer(
         self, x: Tensor, scale: Tensor, shift: Tensor, mean: Tensor, variance: Tensor
     ) -> Tensor:
+        """Returns y by running statistics."""
         return self._infer(x, scale, shift, mean, variance)[0]
 
     def gradient(
         self, x: Tensor, scale: Tensor, mean: Tensor, variance: Tensor, dy: Tensor, in_place: bool
     ) -> list[Tensor]:
-        """dx, dscale_C, dshift_C of `train`.  Args: in_place: dx may overwrite dy."""
+        """Returns dx, dscale_C and dshift_C of `train`.
+
+        Args: in_place: dx may overwrite dy.
+        """
         return self._back(x, scale, mean, variance, dy, into=dy if in_place else None)
 
 
@@ -500,8 +535,8 @@ class LayerNorm:
     """Normalisation of each row of numbers [R, D].
 
     Attributes:
-        forward: gives y, mean_R and variance_R of x, scale_D, shift_D.
-        gradient: dx, dscale_D and dshift_D of x, scale_D, shift_D, mean_R, variance_R, dy.
+        forward: returns y, mean_R and variance_R of x, scale_D, shift_D.
+        gradient: returns dx, dscale_D and dshift_D of x, scale_D, shift_D, mean_R, variance_R, dy.
     """
 
     def __init__(self, rows: int, width: int, epsilon: float) -> None:
@@ -526,23 +561,31 @@ class LayerNorm:
 
 
 class Attention:
-    """softmax(q k^T + bias) v by head: float32 [B, N, H*D].
+    """Attention, softmax(q k^T + bias) v by head: float32 [B, N, H*D].
 
-    All four have this shape.  Heads lie side by side, and none is copied out: kernels step over the
-    others.
+    q, k, v and the result have this shape.  Heads are adjacent in memory and are not copied out:
+    kernels step over the other heads.
     """
 
     def __init__(self, shape: Sequence[int], heads: int) -> None:
-        """Args: shape: [B, N, H * D]."""
+        """Creates the products and the softmax.
+
+        Args: shape: [B, N, H * D].
+        """
         batch, tokens, width = shape
-        each, across = width // heads, [batch, heads, tokens, tokens]
-        rows = _strided([batch, heads, tokens, each], [tokens * width, each, width, 1])
-        columns = _strided([batch, heads, each, tokens], [tokens * width, each, 1, width])
+        head_width, pair_shape = width // heads, [batch, heads, tokens, tokens]
+        rows = _describe_strides(
+            [batch, heads, tokens, head_width], [tokens * width, head_width, width, 1]
+        )
+        columns = _describe_strides(
+            [batch, heads, head_width, tokens], [tokens * width, head_width, 1, width]
+        )
         rows.tensor_shape = list(shape)
-        pairs = plain(across)
-        turned = _strided(across, [heads * tokens**2, tokens**2, 1, tokens])
-        self._of_pairs = _product(rows, columns, pairs)
-        self._mix, self._mix_turned = _product(pairs, rows, rows), _product(turned, rows, rows)
+        pairs = plain(pair_shape)
+        transposed = _describe_strides(pair_shape, [heads * tokens**2, tokens**2, 1, tokens])
+        self._pair_product = _product(rows, columns, pairs)
+        self._mix = _product(pairs, rows, rows)
+        self._mix_transposed = _product(transposed, rows, rows)
         forward = _describe(
             "softmax_forward", _FORWARD_TRAINING, _SOFTMAX, pairs.handle, pairs.handle, 3
         )
@@ -555,8 +598,9 @@ class Attention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The result, and the shares [B, H, N, N] behind it."""
-        (logits,) = self._of_pairs(q, k)
+        """Returns the result, and the weights [B, H, N, N] that it needs for `gradient`."""
+        # In place: the logits [B, H, N, N] are the largest tensor here.
+        (logits,) = self._pair_product(q, k)
         if bias is not None:
             logits.add_(bias)
         (shares,) = self._softmax(logits, into=logits)
@@ -565,23 +609,27 @@ class Attention:
     def gradient(
         self, q: Tensor, k: Tensor, v: Tensor, shares: Tensor, dy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv."""
-        (dshares,) = self._of_pairs(dy, v)
+        """Returns dq, dk and dv."""
+        (dshares,) = self._pair_product(dy, v)
         (dlogits,) = self._softmax_back(shares, dshares, into=dshares)
-        turned = self._mix_turned
-        return self._mix(dlogits, k)[0], turned(dlogits, q)[0], turned(shares, dy)[0]
+        (dq,), (dk,) = self._mix(dlogits, k), self._mix_transposed(dlogits, q)
+        return dq, dk, self._mix_transposed(shares, dy)[0]
 
 
 def _product(a: Descriptor, b: Descriptor, c: Descriptor) -> _Primitive:
+    """Creates the product of two matrices in given layouts."""
     description = _describe("matmul", a.handle, b.handle, None, c.handle)
     return _Primitive(description, [(_SRC, a), (_WEIGHTS, b)], [(_DST, c)])
 
 
 class Activation:
-    """An activation function of buffers in a given layout."""
+    """Activation function of buffers in a given layout."""
 
     def __init__(self, name: str, x: Descriptor) -> None:
-        """Args: name: a value of `model.activation`."""
+        """Creates the kernels.
+
+        Args: name: a value of `model.activation`.
+        """
         kind, *alpha_beta = _ELTWISE[name]
         factors = [c_float(value) for value in alpha_beta]
         forward = _describe(
@@ -592,51 +640,60 @@ class Activation:
         self._back = _Primitive(back, [(_SRC, x), (_D_DST, x)], [(_D_SRC, x)])
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the activated buffer."""
         return self._forward(x)[0]
 
     def gradient(self, x: Tensor, dy: Tensor) -> Tensor:
+        """Returns dx."""
         return self._back(x, dy)[0]
 
 
 class MapKernel:
-    """A kernel from one feature map to another.
+    """Kernel from one feature map to another.
 
     Attributes:
-        y: the layout of the result.
-        forward: gives y, and what `gradient` needs beside dy.
+        y: layout of the result.
+        forward: returns y, and the workspace that `gradient` needs beside dy.
     """
 
     def __init__(
         self, kind: str, x: Descriptor, y: Descriptor,
-        forward: Sequence[Any], back: Sequence[Any], remembers: bool = False,
+        forward: Sequence[Any], back: Sequence[Any], needs_workspace: bool = False,
     ) -> None:  # fmt: skip
-        """Args: forward, back: arguments of `dnnl_<kind>_forward_...` and `_backward_...`;
-        remembers: whether the gradient needs the choices of the forward kernel."""
+        """Creates the kernels.
+
+        Args: forward, back: arguments of `dnnl_<kind>_forward_...` and `_backward_...`;
+        needs_workspace: the gradient needs the choices of the forward kernel.
+        """
         self.y = y
         described = _describe(f"{kind}_forward", _FORWARD_TRAINING, *forward)
-        kept: _Places = []
-        if remembers:
+        workspace_places: _Places = []
+        if needs_workspace:
             workspace = library().c.dnnl_primitive_desc_query_md(described, _Q_WORKSPACE, 0)
-            kept = [(_WORKSPACE, Descriptor(c_void_p(workspace), x.shape))]
-        self.forward = _Primitive(described, [(_SRC, x)], [(_DST, y), *kept])
+            workspace_places = [(_WORKSPACE, Descriptor(c_void_p(workspace), x.shape))]
+        self.forward = _Primitive(described, [(_SRC, x)], [(_DST, y), *workspace_places])
         described = _describe(f"{kind}_backward", *back, described)
-        self._back = _Primitive(described, [(_D_DST, y), *kept], [(_D_SRC, x)])
+        self._back = _Primitive(described, [(_D_DST, y), *workspace_places], [(_D_SRC, x)])
 
-    def gradient(self, dy: Tensor, *kept: Tensor) -> Tensor:
-        return self._back(dy, *kept)[0]
+    def gradient(self, dy: Tensor, *workspaces: Tensor) -> Tensor:
+        """Returns dx."""
+        return self._back(dy, *workspaces)[0]
 
 
 def _pooling(
     kind: int, x: Descriptor, y: Descriptor, window: Sequence[int], padding: int, stride: int
 ) -> MapKernel:
-    """Args: window: [y, x]."""
+    """Creates a pooling.
+
+    Args: window: [y, x].
+    """
     strides, pads = _dims([stride, stride]), _dims([padding, padding])
     form = (kind, x.handle, y.handle, strides, _dims(window), _dims([0, 0]), pads, pads)
-    return MapKernel("pooling", x, y, form, form, remembers=kind == _POOLING_MAX)
+    return MapKernel("pooling", x, y, form, form, needs_workspace=kind == _POOLING_MAX)
 
 
 def max_pool(x: Descriptor, size: int, stride: int = 1) -> MapKernel:
-    """Max pooling of square windows (odd) around every `stride`-th cell."""
+    """Creates a max pooling of square windows (odd) around every `stride`-th cell."""
     y = x
     if stride > 1:
         assert x.block is not None
@@ -646,7 +703,7 @@ def max_pool(x: Descriptor, size: int, stride: int = 1) -> MapKernel:
 
 
 def mean_pool(x: Descriptor) -> MapKernel:
-    """The mean over all cells."""
+    """Creates the mean over all cells."""
     batch, channels, *size = x.shape
     assert x.block is not None
     y = layout((batch, channels, 1, 1), x.block, x.dtype)
@@ -654,7 +711,7 @@ def mean_pool(x: Descriptor) -> MapKernel:
 
 
 def upsample2x(x: Descriptor) -> MapKernel:
-    """Nearest-neighbour enlargement by 2."""
+    """Creates the nearest-neighbour enlargement by 2."""
     batch, channels, height, width = x.shape
     assert x.block is not None
     y = layout((batch, channels, 2 * height, 2 * width), x.block, x.dtype)
@@ -665,43 +722,45 @@ def upsample2x(x: Descriptor) -> MapKernel:
 class Concat:
     """Concatenation along the channels, and the split of its gradient."""
 
-    def __init__(self, parts: Sequence[Descriptor], whole: Descriptor) -> None:
-        self.whole = whole
+    def __init__(self, parts: Sequence[Descriptor], concatenated: Descriptor) -> None:
+        self.concatenated = concatenated
         handles = (c_void_p * len(parts))(*(part.handle for part in parts))
-        description = _describe("concat", whole.handle, len(parts), 1, handles)
+        description = _describe("concat", concatenated.handle, len(parts), 1, handles)
         sources = [(_FIRST_OF_MANY + at, part) for at, part in enumerate(parts)]
-        self._forward = _Primitive(description, sources, [(_DST, whole)])
+        self._forward = _Primitive(description, sources, [(_DST, concatenated)])
         self._split, first = [], 0
         for part in parts:
             inside = _create(
-                "memory_desc_create_submemory", whole.handle, _dims(part.shape),
+                "memory_desc_create_submemory", concatenated.handle, _dims(part.shape),
                 _dims([0, first, 0, 0]),
             )  # fmt: skip
             piece = Descriptor(inside, part.shape, part.dtype)
-            self._split.append(Reorder(piece, part, of_whole=True))
+            self._split.append(Reorder(piece, part, is_part=True))
             first += part.shape[1]
 
     def forward(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the concatenated buffer."""
         return self._forward(*parts)[0]
 
     def gradient(self, dy: Tensor) -> list[Tensor]:
+        """Splits the gradient."""
         return [split(dy) for split in self._split]
 
 
 class Sum:
-    """The sum of two buffers of a given layout."""
+    """Sum of two buffers of a given layout."""
 
     def __init__(self, x: Descriptor) -> None:
         self._primitive: _Primitive | None = None
         if x.dtype == "float32":
-            return  # Paddle's own, in place; it has none for bfloat16
+            return  # Paddle adds in place; it cannot add bfloat16 on a CPU
         sources, ones = (c_void_p * 2)(x.handle, x.handle), (c_float * 2)(1.0, 1.0)
         description = _describe("sum", x.handle, 2, ones, sources)
         places = [(_FIRST_OF_MANY, x), (_FIRST_OF_MANY + 1, x)]
         self._primitive = _Primitive(description, places, [(_DST, x)])
 
     def __call__(self, first: Tensor, second: Tensor) -> Tensor:
-        """The sum; it may overwrite `first`."""
+        """Returns the sum, which may overwrite `first`."""
         if self._primitive is None:
             return first.add_(second)
         return self._primitive(first, second, into=first)[0]

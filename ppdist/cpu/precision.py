@@ -32,13 +32,13 @@ CACHED_KERNELS = 16384  # kinds of operation x image sizes x batch sizes
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one precision.
+    """Kernels of one precision.
 
     Attributes:
-        dtype: of buffers.
+        dtype: dtype of buffers.
         between: dtype of the feature maps that layers with batch norm output.
-        made_by: has the classes and functions of onednn.py; tests replace it.
-        missing: returns why this machine cannot use them; "": it can.
+        made_by: module with the classes and functions of onednn.py; tests replace it.
+        missing: returns the reason why this machine cannot use them; "": it can.
     """
 
     dtype: str = "float32"
@@ -47,28 +47,28 @@ class Kernels:
     missing: Callable[[], str] = lambda: ""
 
     def at(self, level: str) -> "Kernels":
-        """These kernels at AMP level O1 or O2."""
+        """Returns these kernels at AMP level O1 or O2."""
         return replace(self, between=self.dtype if level == "O2" else "float32")
 
     def get(self, name: str, *arguments: Any) -> Any:
-        """The kernel `onednn.<name>(*arguments)`, made once.
+        """Returns the kernel `onednn.<name>(*arguments)`, created once.
 
         Raises: onednn.OneDNNError: there is no such kernel.
         """
-        made = _made(self.made_by, name, *arguments)
-        if isinstance(made, str):
-            raise onednn.OneDNNError(made)
-        return made
+        kernel = _make_kernel(self.made_by, name, *arguments)
+        if isinstance(kernel, str):
+            raise onednn.OneDNNError(kernel)
+        return kernel
 
     def find(self, name: str, *arguments: Any) -> Any:
-        """Like `get`; None: there is no such kernel."""
-        made = _made(self.made_by, name, *arguments)
-        return None if isinstance(made, str) else made
+        """Returns the kernel like `get`; None: there is no such kernel."""
+        kernel = _make_kernel(self.made_by, name, *arguments)
+        return None if isinstance(kernel, str) else kernel
 
 
 @lru_cache(CACHED_KERNELS)
-def _made(made_by: Any, name: str, *arguments: Any) -> Any:
-    """The kernel, or why there is none; both are cached."""
+def _make_kernel(made_by: Any, name: str, *arguments: Any) -> Any:
+    """Creates a kernel, or returns the reason why there is none; the result is cached."""
     try:
         return getattr(made_by, name)(*arguments)
     except onednn.OneDNNError as error:
@@ -76,7 +76,7 @@ def _made(made_by: Any, name: str, *arguments: Any) -> Any:
 
 
 def missing_bfloat16() -> str:
-    """Why oneDNN cannot train in bfloat16 here; "": it can.
+    """Explains why oneDNN cannot train in bfloat16 here; "": it can.
 
     AVX2 processors with AVX-NE-CONVERT have bfloat16 for inference only; AVX-512 without
     AVX512-BF16 emulates it, slower than float32.
@@ -107,7 +107,7 @@ _current = FLOAT32
 
 
 def current() -> Kernels:
-    """The kernels of the innermost `compute_in`."""
+    """Returns the kernels of the innermost `compute_in`."""
     return _current
 
 

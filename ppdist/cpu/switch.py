@@ -1,13 +1,14 @@
 """Switches a model's CPU layers to oneDNN, and compares the two.
 
-They are convolutions, linear layers, layer norm and attention.
+These are convolutions, linear layers, layer norm and attention.
 
 `use_onednn(model)` changes the class of layers inside a built model in place: parameters, buffers
 and state-dict keys stay the same objects; `use_plain_layers(model)` changes it back (before
 export).  The values are those of the plain layers up to the order of float32 sums;
-`self_check(model)` compares both on this machine, and training stays eager if they differ.  That
-takes a fifth of a small run's start, and depends only on this processor, this Paddle, this code and
-the model, so `check_once` keeps a pass in $XDG_CACHE_HOME or ~/.cache; a failure never.
+`self_check(model)` compares both on this machine, and training stays eager if they differ.  The
+check takes a fifth of a small run's start, and its result depends only on this processor, this
+Paddle, this code and the model, so `check_once` stores a pass in $XDG_CACHE_HOME or ~/.cache; a
+failure is never stored.
 
 Layers of ppdist/models/ join and scale feature maps by models/functional.py alone, which
 feature_maps.py computes; so between them maps stay in oneDNN's layout, and in bfloat16 where it
@@ -55,55 +56,64 @@ BFLOAT16_LAYER_TOLERANCE = 0.25
 BFLOAT16_LENGTH_RATIO = 2.0
 _LAYER_SIZE = 10  # pixels, one layer's input
 _DRAWS = 3  # of images: a ReLU whose input rounds to the other side of zero changes the gradient
-_MOST_BYTES = 16 << 20  # of passes kept
-_OF_KERNELS = ("ONEDNN_", "DNNL_", "OMP_", "KMP_", "MKL_", "FLAGS_")  # of variables for them
-_OF_CORES = ("processor", "cpu MHz", "bogomips", "core id", "apicid", "initial apicid", "siblings")
+_MAX_CACHE_BYTES = 16 << 20  # of stored passes
+_KERNEL_VARIABLES = ("ONEDNN_", "DNNL_", "OMP_", "KMP_", "MKL_", "FLAGS_")  # prefixes
+_CORE_FIELDS = (
+    "processor",
+    "cpu MHz",
+    "bogomips",
+    "core id",
+    "apicid",
+    "initial apicid",
+    "siblings",
+)
 
-_FAST: dict[type[nn.Layer], type[nn.Layer]] = {
+_ONEDNN_CLASSES: dict[type[nn.Layer], type[nn.Layer]] = {
     nn.Conv2D: OneDNNConv2D, ConvBNLayer: OneDNNConvBNLayer, RepConv: OneDNNRepConv,
     nn.Linear: OneDNNLinear, nn.LayerNorm: OneDNNLayerNorm,
     MultiHeadAttention: OneDNNMultiHeadAttention,
 }  # fmt: skip
-_PLAIN = {fast: plain for plain, fast in _FAST.items()}
+_PLAIN_CLASSES = {fast: plain for plain, fast in _ONEDNN_CLASSES.items()}
 
 
 def use_onednn(model: nn.Layer) -> int:
-    """Switches a model's layers to oneDNN, in place; returns how many convolutions.
+    """Switches a model's layers to oneDNN, in place; returns the number of convolutions.
 
-    Ranks may differ in this: the values agree to rounding.
+    Ranks may differ in this: the values agree up to rounding.
 
     Raises: OSError, onednn.OneDNNError: no usable library, which `self_check` reports before.
     """
     onednn.library()
     functional.compute_by(feature_maps.compute)  # it leaves maps in Paddle's layout to Paddle
-    count = _change_classes(model, _FAST)
+    count = _change_classes(model, _ONEDNN_CLASSES)
     _keep_layouts(model, isinstance(model, ImageModel))
     return count
 
 
 def use_plain_layers(model: nn.Layer) -> int:
-    """Undoes `use_onednn`, in place; returns how many convolutions changed."""
-    return _change_classes(model, _PLAIN)
+    """Undoes `use_onednn`, in place; returns the number of convolutions that changed."""
+    return _change_classes(model, _PLAIN_CLASSES)
 
 
 def is_on_onednn(model: nn.Layer) -> bool:
-    """Whether `use_onednn` switched a model that has convolutions."""
+    """Returns True if `use_onednn` switched a model that has convolutions."""
     return any(type(layer) is OneDNNConv2D for layer in model.sublayers(include_self=True))
 
 
-def _keep_layouts(layer: nn.Layer, ours: bool) -> None:
-    """Lets layers keep maps in oneDNN's layout where all layers around them are ours."""
+def _keep_layouts(layer: nn.Layer, is_ours: bool) -> None:
+    """Lets layers output oneDNN's layout if all layers around them are ours."""
     if isinstance(layer, OneDNNConvBNLayer | OneDNNRepConv):
-        layer.keeps_layout = ours
-    made = type(layer)
-    ours = ours and (
-        made in (nn.Sequential, nn.LayerList) or made.__module__.startswith("ppdist.models.")
+        layer.keeps_layout = is_ours
+    kind = type(layer)
+    is_ours = is_ours and (
+        kind in (nn.Sequential, nn.LayerList) or kind.__module__.startswith("ppdist.models.")
     )
     for part in layer.children():
-        _keep_layouts(part, ours)
+        _keep_layouts(part, is_ours)
 
 
 def _change_classes(model: nn.Layer, classes: dict[type[nn.Layer], type[nn.Layer]]) -> int:
+    """Changes the class of layers; returns the number of convolutions among them."""
     count = 0
     for layer in model.sublayers(include_self=True):
         if type(layer) in classes:
@@ -113,12 +123,12 @@ def _change_classes(model: nn.Layer, classes: dict[type[nn.Layer], type[nn.Layer
 
 
 def check_once(check: Callable[[], str | None], model: Any) -> str | None:
-    """Runs a check unless it has passed here before.
+    """Runs a check unless it has passed on this machine before.
 
     Args:
         check: returns None if all agree, else the reason.
-        model: everything that defines the model, its code too, in types that JSON has.
-    Returns: why it failed; None: it passed.
+        model: everything that defines the model, its code, too, in types that JSON has.
+    Returns: the reason of a failure; None: it passed.
     """
     libraries = sorted((Path(paddle.__file__).parent / "libs").glob("*dnn*"))
     first_core = kernel_text(Path("/proc/cpuinfo")).partition("\n\n")[0].splitlines()
@@ -126,17 +136,17 @@ def check_once(check: Callable[[], str | None], model: Any) -> str | None:
         "model": model,
         "paddle": paddle.__version__,
         "libraries": [[file.name, *of_stat(file.stat())] for file in libraries],
-        "processor": [line for line in first_core if line.partition("\t")[0] not in _OF_CORES],
+        "processor": [line for line in first_core if line.partition("\t")[0] not in _CORE_FIELDS],
         "variables": {
-            name: value for name, value in os.environ.items() if name.startswith(_OF_KERNELS)
+            name: value for name, value in os.environ.items() if name.startswith(_KERNEL_VARIABLES)
         },
     }
-    passed, key = KeyedCache.of_user("kernels", _MOST_BYTES), json.dumps(facts, sort_keys=True)
-    if passed is not None and passed.get(key) is not None:
+    cache, key = KeyedCache.of_user("kernels", _MAX_CACHE_BYTES), json.dumps(facts, sort_keys=True)
+    if cache is not None and cache.get(key) is not None:
         return None
     reason = check()
-    if reason is None and passed is not None:
-        passed.put(key, b"passed")
+    if reason is None and cache is not None:
+        cache.put(key, b"passed")
     return reason
 
 
@@ -147,9 +157,9 @@ def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> s
     what follows; linear layers, layer norm and attention by the shape of their weights.  For each
     kind, the check compares output, gradients of input and parameters, and running statistics;
     for the model, a scalar of its outputs on two small images and the gradients of all parameters,
-    which have to agree on one of _DRAWS pairs of images: a wrong kernel is wrong on each.
-    It takes 1-3 s, does not touch paddle's generators, and leaves the model (plain or switched)
-    with the values, gradients, mode and classes it had.
+    which have to agree on one of _DRAWS pairs of images: a wrong kernel is wrong on all.
+    It takes 1-3 s, does not use Paddle's random generators, and leaves values, gradients, mode and
+    classes of the model (plain or switched) as they were.
 
     Args:
         size: side of the two images in pixels: twice the largest stride, because batch norm over
@@ -161,11 +171,12 @@ def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> s
     use_plain_layers(model)
     model.train()
     for layer in model.sublayers():
-        if isinstance(layer, nn.Dropout):  # it would drop other values the second time
+        if isinstance(layer, nn.Dropout):  # it would drop different values the second time
             layer.training = False
     try:
         if (problem := _check_layers(model, kernels)) is not None:
             return problem
+        # Lazily: a second pair of images is only tried if the first one differs.
         problems = (_check_model(model, size, kernels, draw) for draw in range(1, 1 + _DRAWS))
         first = next(problems)
         return None if first is None or None in problems else first
@@ -178,7 +189,7 @@ def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> s
 
 
 def _kinds(model: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Layer, list[int]]]:
-    """One of each kind: (name, layer, first part with weights, input shape)."""
+    """Yields one layer of each kind: (name, layer, first part with weights, input shape)."""
     seen = set()
     for name, layer in model.named_sublayers(include_self=True):
         first, form = layer, ""
@@ -191,85 +202,89 @@ def _kinds(model: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Layer, list[int]
             first = layer.in_proj
         elif type(layer) not in (nn.Conv2D, nn.Linear, nn.LayerNorm) or layer.weight is None:
             continue
-        made, shape = "", [2, _LAYER_SIZE, first.weight.shape[0]]
+        settings_text, shape = "", [2, _LAYER_SIZE, first.weight.shape[0]]
         if isinstance(first, nn.Conv2D):
             settings = paddle_api.conv_settings(first)
-            made = str(settings)
+            settings_text = str(settings)
             shape = [2, first.weight.shape[1] * settings.groups, _LAYER_SIZE, _LAYER_SIZE]
-        kind = (type(layer), form, tuple(first.weight.shape), first.bias is None, made)
+        kind = (type(layer), form, tuple(first.weight.shape), first.bias is None, settings_text)
         if kind not in seen:
             seen.add(kind)
             yield name, layer, first, shape
 
 
 def _check_layers(model: nn.Layer, kernels: Kernels) -> str | None:
+    """Compares one layer of each kind; returns the first difference as text."""
     rng = np.random.default_rng(0)
     for name, layer, first, shape in _kinds(model):
         x = paddle.to_tensor(rng.standard_normal(shape).astype(np.float32))
         x.stop_gradient = False
-        # Attention is given a position, too.
+        # Attention takes a position as well.
         inputs = [x, x] if isinstance(layer, MultiHeadAttention) else [x]
-        plain, fast = _both_ways(layer, partial(layer, *inputs), [x], kernels)
-        for what, expected in plain.items():
-            difference = _difference(fast[what], expected, kernels.dtype)
+        plain, fast = _compute_both(layer, partial(layer, *inputs), [x], kernels)
+        for quantity, expected in plain.items():
+            difference = _difference(fast[quantity], expected, kernels.dtype)
             if difference is not None:
                 return (
-                    f"{what} of {name} ({type(layer).__name__} {first.weight.shape}) differs from "
-                    f"eager by {difference}"
+                    f"{quantity} of {name} ({type(layer).__name__} {first.weight.shape}) differs "
+                    f"from eager by {difference}"
                 )
     return None
 
 
-def _difference(found: np.ndarray, expected: np.ndarray, dtype: str) -> str | None:
-    """The difference, as text; None: within the rounding of this precision."""
+def _difference(actual: np.ndarray, expected: np.ndarray, dtype: str) -> str | None:
+    """Describes a difference beyond the rounding of this precision; None: there is none."""
     if dtype == "float32":
-        largest, error = float(np.abs(expected).max()), float(np.abs(found - expected).max())
-        right = error <= LAYER_TOLERANCE * max(largest, 1e-3)
-        return None if right else f"{error:.2g} where the largest value is {largest:.2g}"
-    norm, error = (float(np.linalg.norm(each)) for each in (expected, found - expected))
+        largest, error = float(np.abs(expected).max()), float(np.abs(actual - expected).max())
+        agrees = error <= LAYER_TOLERANCE * max(largest, 1e-3)
+        return None if agrees else f"{error:.2g} where the largest value is {largest:.2g}"
+    norm, error = (float(np.linalg.norm(values)) for values in (expected, actual - expected))
     # One number (the gradient of alpha) sums thousands of terms, which may cancel.
     norm = max(norm, 1e-3 if expected.size > 1 else 10.0)
-    right = error <= BFLOAT16_LAYER_TOLERANCE * norm
-    return None if right else f"{error / norm:.2g} of its norm, in {dtype}"
+    agrees = error <= BFLOAT16_LAYER_TOLERANCE * norm
+    return None if agrees else f"{error / norm:.2g} of its norm, in {dtype}"
 
 
 def _check_model(model: nn.Layer, size: int, kernels: Kernels, draw: int) -> str | None:
+    """Compares outputs and gradients of the model; returns the first difference as text."""
     images = np.random.default_rng(draw).standard_normal((2, 3, size, size))
     x = paddle.to_tensor(images.astype(np.float32))
     inputs = model.training_inputs(x, Targets.example(x)) if isinstance(model, ImageModel) else (x,)
 
     def scalar() -> Tensor:
-        learned = [out for out in tensors_in(model(*inputs)) if not out.stop_gradient]
-        return paddle.add_n([out.astype("float32").square().mean() for out in learned]).reshape([1])
+        trained_outputs = [out for out in tensors_in(model(*inputs)) if not out.stop_gradient]
+        return paddle.add_n(
+            [out.astype("float32").square().mean() for out in trained_outputs]
+        ).reshape([1])
 
-    plain, fast = _both_ways(model, scalar, [], kernels)
-    value, other = plain.pop("output").item(), fast.pop("output").item()
-    exact = kernels.dtype == "float32"
-    tolerance = LAYER_TOLERANCE if exact else BFLOAT16_LAYER_TOLERANCE
-    if not abs(value - other) <= tolerance * abs(value):
-        return f"a scalar of the model's outputs is {other:.7g}, in eager {value:.7g}"
-    gradients = [what for what in plain if what.startswith("gradient")]
-    norm = sum(float(np.square(plain[what]).sum()) for what in gradients) ** 0.5
-    if exact:
-        error = sum(float(np.square(fast[w] - plain[w]).sum()) for w in gradients) ** 0.5
+    plain, fast = _compute_both(model, scalar, [], kernels)
+    value, fast_value = plain.pop("output").item(), fast.pop("output").item()
+    is_float32 = kernels.dtype == "float32"
+    tolerance = LAYER_TOLERANCE if is_float32 else BFLOAT16_LAYER_TOLERANCE
+    if not abs(value - fast_value) <= tolerance * abs(value):
+        return f"a scalar of the model's outputs is {fast_value:.7g}, in eager {value:.7g}"
+    gradients = [quantity for quantity in plain if quantity.startswith("gradient")]
+    norm = sum(float(np.square(plain[quantity]).sum()) for quantity in gradients) ** 0.5
+    if is_float32:
+        error = sum(float(np.square(fast[name] - plain[name]).sum()) for name in gradients) ** 0.5
         if not error <= MODEL_TOLERANCE * norm:
             return f"the gradient of all parameters differs by {error / norm:.2g} of its norm"
         return None
-    length = sum(float(np.square(fast[what]).sum()) for what in gradients) ** 0.5
+    length = sum(float(np.square(fast[quantity]).sum()) for quantity in gradients) ** 0.5
     if not norm / BFLOAT16_LENGTH_RATIO <= length <= norm * BFLOAT16_LENGTH_RATIO:
         return f"the norm of the gradient of all parameters is {length:.4g}, in eager {norm:.4g}"
     return None
 
 
-_Values = dict[str, np.ndarray]
+_Measurements = dict[str, np.ndarray]
 
 
-def _both_ways(
+def _compute_both(
     layer: nn.Layer, call: Callable[[], Tensor], inputs: list[Tensor], kernels: Kernels
-) -> tuple[_Values, _Values]:
-    """What `call` computes with the layer plain and on oneDNN.
+) -> tuple[_Measurements, _Measurements]:
+    """Runs `call` with the layer plain and on oneDNN; returns the two results.
 
-    The layer is plain before and after; its running statistics and gradients are restored.
+    The layer is plain before and after, and gets back its running statistics and gradients.
     """
     statistics = {n: t for n, t in layer.state_dict().items() if t.stop_gradient}
     kept_statistics = {name: tensor.numpy().copy() for name, tensor in statistics.items()}
@@ -293,7 +308,8 @@ def _both_ways(
 
 def _measure(
     layer: nn.Layer, call: Callable[[], Tensor], inputs: list[Tensor], kernels: Kernels
-) -> _Values:
+) -> _Measurements:
+    """Runs `call` forward and backward; returns output, gradients and statistics by name."""
     parameters = {n: p for n, p in layer.named_parameters() if not p.stop_gradient}
     for tensor in [*parameters.values(), *inputs]:
         tensor.clear_gradient(False)  # to None; the binding ignores the keyword set_to_zero
@@ -301,9 +317,9 @@ def _measure(
         output = call().astype("float32")
     weight = np.random.default_rng(2).uniform(0.5, 1.5, output.shape).astype(np.float32)
     (output * paddle.to_tensor(weight)).sum().backward()
-    found = {"output": output.numpy()}
-    found |= {f"gradient of input {i}": t.grad.numpy() for i, t in enumerate(inputs)}
-    reached = {n: p for n, p in parameters.items() if p.grad is not None}
-    found |= {f"gradient of {n}": p.grad.numpy() for n, p in reached.items()}
-    found |= {n: t.numpy().copy() for n, t in layer.state_dict().items() if t.stop_gradient}
-    return found
+    values = {"output": output.numpy()}
+    values |= {f"gradient of input {i}": t.grad.numpy() for i, t in enumerate(inputs)}
+    with_gradient = {n: p for n, p in parameters.items() if p.grad is not None}
+    values |= {f"gradient of {n}": p.grad.numpy() for n, p in with_gradient.items()}
+    values |= {n: t.numpy().copy() for n, t in layer.state_dict().items() if t.stop_gradient}
+    return values
