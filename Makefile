@@ -79,7 +79,7 @@ check: install
 bench: install
 	for layers in auto plain; do \
 	  $(PY) tools/benchmark.py train -c configs/ppyoloe/ppyoloe_crn_s_300e_coco.yml --synthetic \
-	    -o train.cpu_convolutions=$$layers model.image_size=[320,320] train.batch_size_per_card=4 \
+	    -o train.cpu_kernels=$$layers model.image_size=[320,320] train.batch_size_per_card=4 \
 	    train.multi_scale=[] data.workers=0 || exit 1; done
 
 docs: install

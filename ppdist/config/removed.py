@@ -8,6 +8,8 @@ A row counts where the schema of the file no longer knows the key (for that mode
 and whichever way a configuration comes: a file, -o, a run's folder, a checkpoint, a model card, an
 export.  What has the old default is dropped silently.  Another value that somebody types is an
 error, which says what to do; one that an earlier version stored is a warning, and the run goes on.
+A renamed key gives its value to the new one, with a line that says the new name, but for defaults
+that an earlier version stored.
 Removed options of a command stand in migration.yml, below `commands`.
 """
 
@@ -85,6 +87,9 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
         False,
         "leave it out and set FLAGS_cudnn_deterministic=1 FLAGS_embedding_deterministic=1 in the "
         "environment",
+    ),
+    "train.cpu_convolutions": Removed(
+        "auto", "it is called train.cpu_kernels now", renamed="train.cpu_kernels"
     ),
     "train.gpu": Removed(
         {"cudnn_search": False, "layout_autotune": False, "tf32": None},
@@ -175,10 +180,14 @@ def without_removed(
             if field_at(schema, path, tree) is not None or _is_ignored(schema, path):
                 continue
             tree = _replace_node(tree, path, None)
-            # The new name wins where a tree has both, as -o on top of a file of an earlier version.
+            is_default = any(_equals(node.plain(), old) for old in (row.default, *row.synonyms))
             if row.renamed:
+                # The new name wins where a tree has both, as -o on top of a file of an earlier
+                # version.
                 tree = merge(_nest(row.renamed.split("."), node), tree)
-            elif not any(_equals(node.plain(), old) for old in (row.default, *row.synonyms)):
+                if not is_default or _is_typed(node, stored):
+                    _warn_once(f"{node.key_place}: {dotted(path)}: {row.hint}")
+            elif not is_default:
                 _report(path, node, row.hint, problems, stored=stored)
     for (name, value), value_row in GONE_VALUES.items():
         # From the last item of a list to the first, because dropping one moves those after it.
@@ -256,7 +265,7 @@ def _report(
 ) -> None:
     """Reports a removed key: an error where somebody typed it, a warning where it is stored."""
     key = dotted(path)
-    if not stored or node.place.source.startswith("-o "):
+    if _is_typed(node, stored):
         problems.append(
             Problem(
                 node.key_place,
@@ -266,6 +275,11 @@ def _report(
         )
     else:
         _warn_once(f"{node.key_place}: {key}: {describe_value(node)} no longer counts; {hint}")
+
+
+def _is_typed(node: Node, stored: bool) -> bool:
+    """Returns True if a user wrote the node: in a configuration file, or in an item of -o."""
+    return not stored or node.place.source.startswith("-o ")
 
 
 @cache

@@ -245,12 +245,11 @@ class TrainConfig(Section):
     )
     ema: EMAConfig = Field(default=EMAConfig(), description="Averaged weights.")
     # FREE: the last digits of losses may change, no more than on another machine.
-    cpu_convolutions: Annotated[Literal["auto", "plain"], OnResume.FREE] = Field(
+    cpu_kernels: Annotated[Literal["auto", "plain"], OnResume.FREE] = Field(
         default="auto",
         description="On CPU only. auto: oneDNN computes convolutions, linear layers, layer norm "
         "and attention when it passes a self-check against eager at start-up; plain: Paddle does, "
-        "to "
-        "find out whether oneDNN is what is wrong.",
+        "to find out whether oneDNN is what is wrong.",
     )
 
     @field_validator("freeze", mode="before")

@@ -855,7 +855,7 @@ def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
         return ""
     if given_threads() is None:
         paddle_api.set_num_threads(max(1, int(available_cores() / comm.local_size())))
-    if config.train.cpu_convolutions == "plain":
+    if config.train.cpu_kernels == "plain":
         return ""
     model, size = models[0], 2 * models[0].size_multiple
     facts = [config.model.model_dump(mode="json"), size, digests_of_code()]

@@ -189,11 +189,11 @@ def check_precision(config: ExperimentConfig, kernels: Kernels = BFLOAT16) -> No
             where="train.amp.dtype",
             fix="set bfloat16, or train.amp.enabled: false",
         )
-    elif config.train.cpu_convolutions == "plain":
+    elif config.train.cpu_kernels == "plain":
         raise ConfigError(
             "plain, but only oneDNN computes in bfloat16 on a CPU",
             code="amp_needs_onednn",
-            where="train.cpu_convolutions",
+            where="train.cpu_kernels",
             fix="set auto, or train.amp.enabled: false",
         )
 

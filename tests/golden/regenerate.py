@@ -31,7 +31,7 @@ def golden_config(detector: str, folder: Path) -> ExperimentConfig:
     """The tiny detector of tests/unit/engine/tiny.py in Paddle's arithmetic; folder: scratch."""
     steps_per_epoch = DATASET // IMAGES
     overrides = ["schedule.warmup_epochs=2"]
-    overrides += [f"train.epochs={STEPS // steps_per_epoch}", "train.cpu_convolutions=plain"]
+    overrides += [f"train.epochs={STEPS // steps_per_epoch}", "train.cpu_kernels=plain"]
     if detector == "ppyoloe":
         overrides += ["optimizer.lr=0.01"]
         overrides += [f"loss.static_assigner_epochs={ATSS_STEPS // steps_per_epoch}"]

@@ -36,7 +36,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = """
 model: {image_size: [64, 96]}
 nms: {score_threshold: 0.3}
-train: {cpu_convolutions: plain}
+train: {cpu_kernels: plain}
 """
 
 

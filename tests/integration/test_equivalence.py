@@ -80,7 +80,7 @@ RATES = {
 BESIDE = {
     "": [],
     "bfloat16": [
-        "train.cpu_convolutions=auto",
+        "train.cpu_kernels=auto",
         "train.amp={enabled: true, dtype: bfloat16}",
     ],
     "dropout": ["model.dropout=0.5"],

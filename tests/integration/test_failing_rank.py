@@ -50,7 +50,7 @@ def teacher_is_absent(folder: Path) -> None:
 
 
 def kernels_are_wrong(folder: Path) -> None:
-    amp = "train.cpu_convolutions=auto", "train.amp={enabled: true, dtype: bfloat16}"
+    amp = "train.cpu_kernels=auto", "train.amp={enabled: true, dtype: bfloat16}"
     config = tiny_config(folder, amp, "yolov5")
     kernels = with_wrong_gradient() if comm.rank() else EMULATED
     build.check_low_precision(config, build.build_model(config), "", kernels)

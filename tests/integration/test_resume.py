@@ -87,7 +87,7 @@ DEIM = (
 SHARDED = ("distributed.shard_optimizer=true", "optimizer={name: adamw, lr: 0.001}")
 LOCAL = ("distributed.sync_every=3", "checkpoint.every_steps=3")
 LOW_RANK = ("distributed.gradient_rank=2",)
-BFLOAT16 = ("train.cpu_convolutions=auto", "train.amp={enabled: true, dtype: bfloat16, level: O2}")
+BFLOAT16 = ("train.cpu_kernels=auto", "train.amp={enabled: true, dtype: bfloat16, level: O2}")
 BY_CLASS = ("data.sampling.name=difficulty", "data.workers=1", "data.cache=ram")
 
 DEFAULT = {
@@ -115,7 +115,7 @@ SLOW = {
     "killed amid bad steps": Row(("kill@7",), nan=(5, 6, 7)),
     "stopped amid bad steps": Row(("term@6",), nan=(5, 6, 7)),
     "ranks killed amid bad steps": Row(("kill@7",), world=2, nan=(5, 6, 7)),
-    "ppyoloe": Row(("end@4",), ("train.cpu_convolutions=auto",), "ppyoloe"),
+    "ppyoloe": Row(("end@4",), ("train.cpu_kernels=auto",), "ppyoloe"),
     "ppyoloe with an auxiliary head": Row(
         ("end@7",),
         ("model.size=t", "model.auxiliary=true", "loss.auxiliary_attached_epochs=3"),

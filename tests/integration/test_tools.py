@@ -24,7 +24,7 @@ data: {augment: {distort: 0, expand: 0, crop: 0, flip: 0, random_interpolation: 
 model: {width_multiple: 0.25, image_size: [96, 96]}
 loss: {static_assigner_epochs: 8}
 train:
-  {epochs: 24, batch_size_per_card: 2, clip_norm: 10.0, ema: {decay: 0.8}, cpu_convolutions: plain}
+  {epochs: 24, batch_size_per_card: 2, clip_norm: 10.0, ema: {decay: 0.8}, cpu_kernels: plain}
 optimizer: {name: adamw, lr: 0.008, weight_decay: 0.0}
 schedule: {warmup_epochs: 2}
 evaluate: {every_epochs: 11}

@@ -121,3 +121,35 @@ def test_old_default_of_a_removed_key_goes_silently(tmp_path, caplog, name):
     section[key] = REMOVED[name].default
     assert experiment_of(config) == typed(tmp_path, "")
     assert not caplog.records
+
+
+def test_renamed_key_is_read_with_a_line_that_says_the_new_name(tmp_path, caplog, rows):
+    with caplog.at_level(logging.WARNING):
+        config = typed(tmp_path, "optimizer: {rate: 0.1}\n", "optimizer.rate=0.3")
+    assert config.optimizer.lr == 0.3
+    (record,) = caplog.records
+    assert "optimizer.lr" in record.getMessage()
+
+
+def test_stored_renamed_key_is_silent_at_its_default(tmp_path, caplog, rows):
+    assert stored(tmp_path, "optimizer: {rate: 0.1}\n").optimizer.lr == 0.1
+    assert not caplog.records
+    assert stored(tmp_path, "optimizer: {rate: 0.4}\n").optimizer.lr == 0.4
+    assert stored(tmp_path, "", "optimizer.rate=0.1").optimizer.lr == 0.1
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [
+        ("train.cpu_convolutions", "train.cpu_kernels", "plain"),
+    ],
+)
+def test_old_names_are_read_from_files_items_and_stored_runs(tmp_path, old, new, value):
+    section, key = old.split(".")
+    read = typed(tmp_path, f"{section}: {{{key}: {value}}}\n")
+    tree = read.model_dump(mode="json")
+    tree[section][key] = tree[section].pop(new.partition(".")[2])
+    assert f"{tree[section][key]}" == value
+    assert read == typed(tmp_path, "", f"{old}={value}") == typed(tmp_path, "", f"{new}={value}")
+    assert read == experiment_of(tree)

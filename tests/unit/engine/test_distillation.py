@@ -160,7 +160,7 @@ def test_a_teacher_on_onednn_says_what_a_plain_one_says(teachers, tmp_path):
 @pytest.mark.slow
 def test_bfloat16_on_a_cpu_asks_the_teacher_too(teachers, tmp_path):
     init_cpu()
-    amp = ("train.amp={enabled: true, dtype: bfloat16}", "train.cpu_convolutions=auto")
+    amp = ("train.amp={enabled: true, dtype: bfloat16}", "train.cpu_kernels=auto")
     losses = []
     for overrides in (amp, amp[1:]):
         config = distilled_config(tmp_path, teachers["ppyoloe"], *overrides)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 OVERRIDES = (
     "train.batch_size_per_card=4", "train.epochs=2", "log.every_steps=1",
     "checkpoint.every_steps=2", "optimizer.reference_batch_size=8", "train.max_steps=4",
-    "train.cpu_convolutions=auto",
+    "train.cpu_kernels=auto",
 )  # fmt: skip
 
 

@@ -23,11 +23,11 @@ from tests.unit.engine.tiny import (
 )
 
 ON = (
-    "train.cpu_convolutions=auto",
+    "train.cpu_kernels=auto",
     "train.amp.enabled=true",
     "train.amp.dtype=bfloat16",
 )
-FLOAT32 = ("train.cpu_convolutions=auto",)
+FLOAT32 = ("train.cpu_kernels=auto",)
 LEVELS = ("O1", "O2")
 native = pytest.mark.skipif(
     bool(missing_bfloat16()), reason=f"needs bfloat16: {missing_bfloat16()}"
@@ -89,7 +89,7 @@ def test_ema_follows_float32_masters(tmp_path):
         (ON, BFLOAT16, "amp_on_cpu"),
         ((*ON, "train.amp.dtype=float16"), BFLOAT16, "amp_on_cpu"),
         ((*ON, "train.amp.dtype=float16"), EMULATED, "amp_dtype_on_cpu"),
-        ((*ON, "train.cpu_convolutions=plain"), EMULATED, "amp_needs_onednn"),
+        ((*ON, "train.cpu_kernels=plain"), EMULATED, "amp_needs_onednn"),
     ],
 )
 def test_what_a_cpu_cannot_is_refused_by_code(overrides, kernels, code, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ def recipe(name: str, folder: Path, *overrides: str) -> ExperimentConfig:
     """A published recipe of full width, without its data."""
     return parse_config(
         REPOSITORY / "configs" / CONFIGS[name],
-        [f"data.root={folder}", "train.cpu_convolutions=plain", *overrides],
+        [f"data.root={folder}", "train.cpu_kernels=plain", *overrides],
         ExperimentConfig,
     )
 

@@ -28,7 +28,7 @@ def last_scores(output_dir: Path) -> dict[str, float]:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_bfloat16_on_onednn(shapes, tmp_path, level) -> None:
     amp = f"train.amp={{enabled: true, dtype: bfloat16, level: {level}}}"
-    keys = ["train.cpu_convolutions=auto", amp]
+    keys = ["train.cpu_kernels=auto", amp]
     run(shapes, tmp_path, 2, *keys, kernels=EMULATED, evaluate=True)
     losses = [each["loss"] for each in records(tmp_path) if "loss" in each]
     assert all(map(math.isfinite, losses))

@@ -87,7 +87,7 @@ data:
   workers: 0
 model: {{{described}, num_classes: 3, image_size: [{SIZE}, {SIZE}]}}
 train:
-  {{epochs: 10, batch_size_per_card: {IMAGES}, clip_norm: 5.0, cpu_convolutions: {CONVOLUTIONS}}}
+  {{epochs: 10, batch_size_per_card: {IMAGES}, clip_norm: 5.0, cpu_kernels: {CONVOLUTIONS}}}
 optimizer: {{lr: {lr}, reference_batch_size: {IMAGES}}}
 schedule: {{warmup_epochs: 0}}
 log: {{visualdl: false}}

@@ -30,7 +30,7 @@ from tests.unit.engine.tiny import init_cpu
 TINY = [
     "device=cpu", "model.num_classes=3", "model.width_multiple=0.1", "model.image_size=[64,64]",
     "data.format=coco", "data.class_names=[]", "data.workers=0", "data.val.images=images",
-    "data.val.annotations=set.json", "model.depth_multiple=0.1", "train.cpu_convolutions=plain",
+    "data.val.annotations=set.json", "model.depth_multiple=0.1", "train.cpu_kernels=plain",
 ]  # fmt: skip
 FILES = [
     "yolov5n.pt",
