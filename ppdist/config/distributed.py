@@ -47,7 +47,7 @@ class DistributedConfig(Section):
         "to the next gradient. It learns more slowly at first; try gradient_rank before. null: "
         "all of them.",
     )
-    sync_every: int | None = Field(
+    local_sgd_steps: int | None = Field(
         default=None,
         gt=0,
         description="Experimental, for slow links (local SGD, arXiv:1805.09767): each rank steps "

@@ -201,15 +201,17 @@ def _distributed_errors(config: ExperimentConfig) -> Iterator[str]:
         "distributed.gradient_dtype": (ranks.gradient_dtype, "float32"),
         "distributed.gradient_rank": (ranks.gradient_rank, None),
         "distributed.topk_fraction": (ranks.topk_fraction, None),
-        "distributed.sync_every": (ranks.sync_every, None),
+        "distributed.local_sgd_steps": (ranks.local_sgd_steps, None),
     }
     chosen = [
         f"{key}: {value}" for key, (value, default) in compressions.items() if value != default
     ]
     if len(chosen) > 1:
         yield f"{chosen[0]} and {chosen[1]} both reduce communication; choose one"
-    if ranks.sync_every is not None:
-        conflict = f"distributed.sync_every: {ranks.sync_every} lets the ranks' weights differ"
+    if ranks.local_sgd_steps is not None:
+        conflict = (
+            f"distributed.local_sgd_steps: {ranks.local_sgd_steps} lets the ranks' weights differ"
+        )
         if ranks.shard_optimizer:
             yield f"{conflict}, distributed.shard_optimizer: true needs them equal; choose one"
         if ranks.shares is not None:
@@ -220,7 +222,7 @@ def _distributed_errors(config: ExperimentConfig) -> Iterator[str]:
                 f"set train.sync_bn: false"
             )
     for key, is_set in {
-        "distributed.sync_every": ranks.sync_every is not None,
+        "distributed.local_sgd_steps": ranks.local_sgd_steps is not None,
         "distributed.shard_optimizer": ranks.shard_optimizer,
     }.items():
         if is_set and low_precision:

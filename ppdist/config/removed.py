@@ -73,6 +73,11 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
         "leave it out: the first host of --ips has the checkpoints; put output_dir on storage that "
         "all hosts have, so that a job goes on without that host, too",
     ),
+    "distributed.sync_every": Removed(
+        None,
+        "it is called distributed.local_sgd_steps now",
+        renamed="distributed.local_sgd_steps",
+    ),
     "distill.boxes.temperature": Removed(None, _TEMPERATURE, synonyms=(10.0,)),
     "distill.features.temperature": Removed(4.0, _TEMPERATURE),
     "distill.logits.temperature": Removed(1.0, _TEMPERATURE),

@@ -381,8 +381,8 @@ def build_exchange(
     """
     if ranks.world_size() == 1:
         return DuringBackward()
-    if config.sync_every is not None:
-        return LocalSGD([*parameters.values()], optimizer, config.sync_every, steps)
+    if config.local_sgd_steps is not None:
+        return LocalSGD([*parameters.values()], optimizer, config.local_sgd_steps, steps)
     if config.gradient_dtype != "float32":
         return LowPrecision(config.gradient_dtype)
     if config.gradient_rank is not None:
@@ -398,6 +398,6 @@ def last_step(max_steps: int | None, config: DistributedConfig) -> int | None:
 
     This is `train.max_steps`, or the next step at which the ranks hold the same weights.
     """
-    if max_steps is None or config.sync_every is None or ranks.world_size() == 1:
+    if max_steps is None or config.local_sgd_steps is None or ranks.world_size() == 1:
         return max_steps
-    return multiple_from(max_steps, config.sync_every)
+    return multiple_from(max_steps, config.local_sgd_steps)

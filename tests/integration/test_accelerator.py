@@ -45,7 +45,7 @@ BRANCHES: dict[str, dict] = {
     "bfloat16 sums": {"gradient_dtype": "bfloat16"},
     "factors": {"gradient_rank": 1},
     "largest entries": {"topk_fraction": 0.05},
-    "local steps": {"sync_every": 2},
+    "local steps": {"local_sgd_steps": 2},
     "AdamW in shares": {"shard_optimizer": True},
 }
 STEPS = 3

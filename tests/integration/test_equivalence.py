@@ -85,7 +85,7 @@ BESIDE = {
     ],
     "dropout": ["model.dropout=0.5"],
     "sharded": ["distributed.shard_optimizer=true"],
-    "local SGD": ["distributed.sync_every=1", "train.clip_norm=null"],
+    "local SGD": ["distributed.local_sgd_steps=1", "train.clip_norm=null"],
     "frozen parts": ["train.freeze=3", "optimizer.layer_decay=0.7"],
     "a teacher": ALL,
 }

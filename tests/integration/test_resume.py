@@ -85,7 +85,7 @@ DEIM = (
     "loss.classification=mal", "model.activation=silu",
 )  # fmt: skip
 SHARDED = ("distributed.shard_optimizer=true", "optimizer={name: adamw, lr: 0.001}")
-LOCAL = ("distributed.sync_every=3", "checkpoint.every_steps=3")
+LOCAL = ("distributed.local_sgd_steps=3", "checkpoint.every_steps=3")
 LOW_RANK = ("distributed.gradient_rank=2",)
 BFLOAT16 = ("train.cpu_kernels=auto", "train.amp={enabled: true, dtype: bfloat16, level: O2}")
 BY_CLASS = ("data.sampling.name=difficulty", "data.workers=1", "data.cache=ram")

@@ -90,8 +90,10 @@ def require_comparable(config: ExperimentConfig) -> None:
     if config.data.sampling.name == "difficulty":
         reasons.append("data.sampling.name=balanced (difficulty follows evaluations)")
     ranks = config.distributed
-    if ranks.sync_every is not None:
-        reasons.append("distributed.sync_every=null (ranks step on their own, each with its norm)")
+    if ranks.local_sgd_steps is not None:
+        reasons.append(
+            "distributed.local_sgd_steps=null (ranks step on their own, each with its norm)"
+        )
     if ranks.topk_fraction is not None:
         reasons.append("distributed.topk_fraction=null (dropped gradients are applied late)")
     if ranks.gradient_rank is not None:

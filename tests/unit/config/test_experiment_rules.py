@@ -29,8 +29,16 @@ MISFITS = [  # the model, what is set, and where the message begins
         "optimizer={reference_batch_size: null, noise_scale: 500}",
         "optimizer.noise_scale: ",
     ),
-    ("ppyoloe", "distributed={sync_every: 4, shard_optimizer: true}", "distributed.sync_every: "),
-    ("ppyoloe", "distributed={sync_every: 4, shares: [1, 2]}", "distributed.sync_every: "),
+    (
+        "ppyoloe",
+        "distributed={local_sgd_steps: 4, shard_optimizer: true}",
+        "distributed.local_sgd_steps: ",
+    ),
+    (
+        "ppyoloe",
+        "distributed={local_sgd_steps: 4, shares: [1, 2]}",
+        "distributed.local_sgd_steps: ",
+    ),
     ("ppyoloe", "optimizer={name: adamw, nesterov: true}", "optimizer.nesterov: "),
     ("ppyoloe", "train.ema.restart_decay=0.99", "train.ema.restart_decay: "),
 ]

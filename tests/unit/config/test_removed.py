@@ -143,6 +143,7 @@ def test_stored_renamed_key_is_silent_at_its_default(tmp_path, caplog, rows):
     ("old", "new", "value"),
     [
         ("train.cpu_convolutions", "train.cpu_kernels", "plain"),
+        ("distributed.sync_every", "distributed.local_sgd_steps", "4"),
     ],
 )
 def test_old_names_are_read_from_files_items_and_stored_runs(tmp_path, old, new, value):

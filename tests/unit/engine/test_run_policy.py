@@ -372,7 +372,7 @@ def test_which_of_several_weights_are_taken_for_right(groups, finite, right, sur
 
 WAYS = {
     "shares of AdamW": ["distributed.shard_optimizer=true", "optimizer={name: adamw, lr: 0.001}"],
-    "local SGD": ["distributed.sync_every=2"],
+    "local SGD": ["distributed.local_sgd_steps=2"],
     "low rank": ["distributed.gradient_rank=2"],
 }
 

@@ -53,7 +53,7 @@ def digest(arrays):
     "optimizer", ["lr: 0.003, nesterov: true", "lr: 0.0001, name: adamw"], ids=["momentum", "adamw"]
 )
 def test_replicas_are_equal_only_after_synced_steps(optimizer):
-    settings = [f"optimizer={{{optimizer}, weight_decay: 0.01}}", "distributed.sync_every=3"]
+    settings = [f"optimizer={{{optimizer}, weight_decay: 0.01}}", "distributed.local_sgd_steps=3"]
     ranks = run_on_ranks(2, f"{__name__}:train", settings)
     for number, (one, other) in enumerate(zip(*ranks)):
         together = number in (2, 5)

@@ -287,7 +287,7 @@ def test_what_was_kept_for_another_model_is_refused():
 
 @pytest.mark.parametrize(
     "ways", [{"gradient_dtype": "bfloat16", "topk_fraction": 0.01},
-             {"gradient_rank": 4, "sync_every": 8}],
+             {"gradient_rank": 4, "local_sgd_steps": 8}],
 )  # fmt: skip
 def test_two_ways_to_send_less_are_refused(ways, tmp_path):
     items = [f"distributed.{key}={value}" for key, value in ways.items()]

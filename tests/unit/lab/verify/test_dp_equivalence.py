@@ -272,7 +272,7 @@ def test_one_rank_has_nothing_to_compare(config_file: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["sync_every=1", "sync_every=4", "topk_fraction=0.1", "gradient_rank=2"]
+    "key", ["local_sgd_steps=1", "local_sgd_steps=4", "topk_fraction=0.1", "gradient_rank=2"]
 )
 def test_what_differs_by_design_is_refused(config_file: Path, key: str) -> None:
     config = load_config(config_file, [f"distributed.{key}"])
