@@ -83,6 +83,7 @@ def _path(detail: Any, tree: Node) -> Path:
             node = child
         elif index == len(location) - 1 and _is_absent(detail):
             path.append(part)
+    # Pydantic reports a wrong tag at the section; the user looks for it at the tag's own key.
     if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         path.append(detail["ctx"]["discriminator"].strip("'"))
     return tuple(path)

@@ -118,6 +118,7 @@ class ExperimentConfig(Document):
         """
         model, data, log = (tree.child(key) for key in ("model", "data", "log"))
         trackers = log.child("trackers") if log is not None else None
+        # `trackers: [wandb]` is short for `trackers: [{name: wandb}]`.
         if log is not None and trackers is not None and isinstance(trackers.value, list):
             items = [
                 Node({"name": item}, item.place, item.key_place)
@@ -127,10 +128,12 @@ class ExperimentConfig(Document):
             ]
             named = Node({"trackers": replace(trackers, value=items)}, log.place, log.key_place)
             tree = merge(tree, Node({"log": named}, tree.place, tree.key_place))
+        # A loss belongs to its model.  Merged underneath, so that a wrong name is still reported.
         name = model.child("name") if model is not None else None
         if name is not None and (name.value in _DETECTORS or is_plugin(name.value)):
             implied = Node({"name": name}, name.place, name.key_place)
             tree = merge(Node({"loss": implied}, tree.place, tree.key_place), tree)
+        # With val_fraction the two splits read the same files; the images are divided later.
         train = data.child("train") if data is not None else None
         fraction = data.child("val_fraction") if data is not None else None
         if train is not None and fraction is not None and fraction.value is not None:

@@ -145,7 +145,8 @@ def answer_key(path: Sequence[str | int], node: Node) -> str:
     Args: node: its value.
     """
     key, value = ".".join(map(str, path)), node
-    while isinstance(value.value, dict) and len(value.value) == 1:  # -o TrainReader.batch_size=8
+    # An item of -o is a chain of mappings with one key each: TrainReader.batch_size=8.
+    while isinstance(value.value, dict) and len(value.value) == 1:
         (name, below), *_ = value.value.items()
         key, value = f"{key}.{name}", below
     keys_of_others = table().keys

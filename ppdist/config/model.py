@@ -23,6 +23,7 @@ def _to_pair(size: object) -> object:
 ImageSize = Annotated[
     tuple[int, int],
     BeforeValidator(_to_pair),
+    # The validator takes more than the type says, which pydantic's own schema would not show.
     WithJsonSchema(
         {
             "anyOf": [

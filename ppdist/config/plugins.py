@@ -185,6 +185,7 @@ def _open_schema(schema: type[Any], parts: tuple[tuple[str, tuple[str, ...]], ..
             fields["data"] = _import_section(key, targets[0])
         elif key == "log.trackers":
             fields["log"] = _open_log(targets)
+    # Some documents, such as a teacher's, read only a part of the sections.
     used = {key: annotation for key, annotation in fields.items() if key in schema.model_fields}
     return _derive(schema, {key: _keep_note(schema, key, section) for key, section in used.items()})
 

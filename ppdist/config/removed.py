@@ -215,6 +215,7 @@ def _nodes_at(
     """Returns the paths, with their nodes, that a key path with `*` stands for."""
     if not parts:
         return [(above, tree)]
+    # A list may hold several items with the key, so that one row gives several nodes.
     head, *rest = parts
     if head == "*":
         items = tree.value if isinstance(tree.value, list) else []

@@ -118,6 +118,7 @@ def owners(schema: SectionType, path: Sequence[str | int], tree: Node) -> list[S
         if isinstance(part, str):
             fields = [s.model_fields[part] for s in current if part in s.model_fields]
             current = [section for field in fields for section in sections_in(field.annotation)]
+        # Members of a union differ by their tag; without one, all of them may own the key.
         if len(current) > 1:
             current = matching_sections(current, node)
     return current
@@ -125,6 +126,7 @@ def owners(schema: SectionType, path: Sequence[str | int], tree: Node) -> list[S
 
 def field_at(schema: SectionType, path: Sequence[str | int], tree: Node) -> FieldInfo | None:
     """Returns the field at a path; for an item of a list, that of its list."""
+    # An item has no field of its own: its type and limits are in the field of the list.
     while path and isinstance(path[-1], int):
         path = path[:-1]
     for section in owners(schema, path, tree) if path else []:

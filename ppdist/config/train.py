@@ -87,6 +87,7 @@ def takers(pieces: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
     """
     world = len(speeds)
     reserved = world if pieces >= world else 0
+    # Heap of (end of the rank's work with one more piece, rank): ties go to the lowest rank.
     ends = [(((reserved > 0) + 1) / speed, rank) for rank, speed in enumerate(speeds)]
     heapq.heapify(ends)
     loads, owners = [int(reserved > 0)] * world, [*range(reserved)]

@@ -72,6 +72,7 @@ def atss_assigner(
     anchors_N4 = paddle.concat([points_N2 - half_N1, points_N2 + half_N1], axis=1)
     iou_BMK = aligned_iou(boxes_BM4.unsqueeze(2), _gather_rows(anchors_N4, anchor_BMK))
     mean_BM1 = iou_BMK.mean(-1, keepdim=True)
+    # Divided by K - 1, as in the reference's standard deviation.
     variance_BM1 = (iou_BMK - mean_BM1).square().sum(-1, keepdim=True) / max(
         1, candidates_per_box - 1
     )
@@ -239,6 +240,7 @@ def nearest_cells(
     compared.
     """
     centre_BM2 = (boxes_BM4[..., :2] + boxes_BM4[..., 2:]) * 0.5
+    # Side of the smallest odd square with at least `topk` cells.
     reach = 3
     while reach * reach < topk:
         reach += 2

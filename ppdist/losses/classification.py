@@ -51,6 +51,7 @@ class ClassificationLoss(Loss):
         Returns: normalizer is the number of images; the part `train_top1` counts those whose class
             has the highest logit.
         """
+        # In float32, because bfloat16 has too few digits for a logarithm of small probabilities.
         log_p_BC = F.log_softmax(outputs.astype("float32"), axis=1)
         real_B = mask_BM[:, 0].astype("float32")
         label_B = labels_BM[:, 0] * real_B.astype("int64")  # padding needs a valid class, too

@@ -95,6 +95,7 @@ def hungarian_matcher(cost_LBQM: Tensor, mask_BM: Tensor) -> tuple[Matching, Mat
     from scipy.optimize import linear_sum_assignment  # slow to import; only this loss needs it
 
     layers, images, queries, boxes = cost_LBQM.shape
+    # One copy to the host, because each one waits for the device.
     host_values = paddle.concat([cost_LBQM.flatten(), mask_BM.astype("float32").flatten()]).numpy()
     cost_LBQM, mask_BM = np.split(host_values, [-images * boxes])
     cost_LBQM = cost_LBQM.reshape(layers, images, queries, boxes)

@@ -83,6 +83,7 @@ def fine_grained_localization_loss(
         axis=-1,
     )
     distance_BQ4 = (outward_BQ4 - 0.5 * scale_1).detach()
+    # Index of the last bin that moves a side no further than this distance, plus 1.
     reached = paddle.searchsorted(bins_R, distance_BQ4, right=True)
     low_BQ4 = (reached - 1).clip(0, bins_R.shape[0] - 2)
     low_W = paddle.gather(bins_R, low_BQ4.flatten()).reshape(low_BQ4.shape)

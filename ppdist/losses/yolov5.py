@@ -422,6 +422,7 @@ class YOLOv5Loss(Loss):
         class_BACS = slot_logits_BAKS[:, :, 5:]
         label_B11S = matches.label_BS.reshape([batch, 1, 1, -1])
         label_logit_BAS = paddle.take_along_axis(class_BACS, label_B11S, axis=2).squeeze(2)
+        # Targets of the object's class and of the other classes.
         yes, no = 1.0 - 0.5 * self.label_smoothing, 0.5 * self.label_smoothing
         bce_BAS = (F.softplus(class_BACS) - no * class_BACS).sum(2) - (yes - no) * label_logit_BAS
         return box, objectness, (bce_BAS * matches.is_positive_BAS).sum()

@@ -422,12 +422,14 @@ def config_of_rows(rows: Mapping[str, Any], class_count: int, opt: object) -> YO
     numbers = all(isinstance(number, int | float) and 0 < number < 100 for number in (depth, width))
     if kind != "Detect" or levels not in (3, 4) or not numbers or type(count) is not int:
         return None
+    # YOLOv5's own default sizes, and the coarsest stride, of which inputs are multiples.
     suffix, side, step = ("6", 1280, 64) if levels == 4 else ("", 640, 32)
     settings = mapping(opt) or mapping(opt.state if isinstance(opt, PickledObject) else None) or {}
     image_size = settings.get("imgsz", settings.get("img_size"))
     image_size = image_size[0] if isinstance(image_size, list) and image_size else image_size
     if type(image_size) is int and 0 < image_size <= 8192:
         side = math.ceil(image_size / step) * step
+    # A pickle has the multiples, not the name of a size.
     size = next(
         (name for name, depth_width in DEPTH_WIDTH.items() if depth_width == (depth, width)), None
     )

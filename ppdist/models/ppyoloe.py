@@ -102,6 +102,7 @@ class CustomCSPPAN(nn.Layer):
         self.out_channels = out
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
+        # From coarse to fine first, then back.
         features = features[::-1]
         outputs = [self.fpn_stages[0](features[0])]
         for i, feature in enumerate(features[1:]):

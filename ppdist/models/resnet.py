@@ -98,6 +98,7 @@ class ResNetVd(Backbone):
         for channels, count in zip(STAGE_CHANNELS, self.blocks):
             blocks = []
             for i in range(count):
+                # The stem has already reduced the resolution for the first stage.
                 stride = 2 if i == 0 and channels != stem else 1
                 blocks.append(ResNetBlock(width, channels, stride, bottleneck, begins=i == 0))
                 width = channels * EXPANSION if bottleneck else channels

@@ -244,6 +244,7 @@ class RTDETRDecoder(nn.Layer):
         width, classes = size.width, config.num_classes
         self.queries, self.points, self.dfine = config.queries, size.points, dfine
         self.strides = tuple(2 ** (size.first + i) for i in range(len(size.points)))
+        # D-FINE projects the features only where the widths differ; RT-DETR always does.
         is_same_width = dfine and neck == width
         self.input_proj = nn.LayerList(
             []
@@ -528,6 +529,7 @@ class RTDETR(Detector):
         )
         self.decoder = RTDETRDecoder(config, size, size.neck)
         start_uniform(self)
+        # After `start_uniform`, which sets all linear layers and convolutions.
         for layer in self.sublayers():
             if isinstance(layer, _WITH_START):
                 layer.start()

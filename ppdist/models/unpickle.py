@@ -190,6 +190,7 @@ class _Machine:
                 self.stack.append(_PUSHING[opcode.name](self, arg))
             elif opcode.name in _ACTIONS:
                 _ACTIONS[opcode.name](self, arg)
+            # These two only describe the pickle; every other operation is unknown here.
             elif opcode.name not in ("PROTO", "FRAME"):
                 raise ValueError(f"pickle operation {opcode.name}")
         return self.pop(1)[0]
@@ -600,6 +601,7 @@ def _open_zip(archive: zipfile.ZipFile, path: Path) -> tuple[object, _Fetch]:
             code="weights_unsafe",
             where=str(path),
         )
+    # Older versions of torch do not write the byte order, which was that of their machine.
     order = f"{top[0]}/byteorder"
     if order in entries and archive.read(order) != b"little":
         raise _big_endian(path)
@@ -614,6 +616,7 @@ def _open_legacy(path: Path) -> tuple[object, _Fetch]:
     """Opens a file of torch before 1.6: its content, and a function that fetches storages."""
     data = read_file(path, MAX_BYTES)
     stream = BytesIO(data)
+    # Five pickles one after the other: magic number, protocol, machine, content, keys of storages.
     if read_pickle(stream, path) != _LEGACY_MAGIC or read_pickle(stream, path) != _LEGACY_PROTOCOL:
         raise WeightsError(
             "not a file of torch.save",
@@ -698,6 +701,7 @@ def _walk_modules(model: PickledObject, path: Path) -> list[tuple[str, object]]:
         submodules = [
             (f"{name}.", part) for name, part in children if isinstance(part, PickledObject)
         ]
+        # Reversed, because the last one is visited next: this keeps torch's order.
         pending += reversed(submodules)
         modules += len(submodules)
         if modules + len(tensors_by_key) > MAX_ENTRIES or len(prefix) > MAX_KEY_LENGTH:

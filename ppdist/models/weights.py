@@ -572,6 +572,7 @@ def load_weights(
     # All is matched and checked before the first tensor is set, so that an error changes nothing.
     arrays, prefix = _strip_prefixes(_WRAPPER_PREFIXES, arrays)
     matched, ignored = _match(arrays, model, official, linear)
+    # The prefix of a Lightning module is a common name of parts, too, so it is stripped last.
     if not matched:
         inner_arrays, inner_prefix = _strip_prefixes(
             _WRAPPER_PREFIXES,
@@ -626,6 +627,7 @@ def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = N
             where=str(path),
             fix="give the config these weights were trained with",
         )
+    # What only training uses cannot change a prediction.
     fresh = [key for key in report.fresh if not key.startswith(model.training_only)]
     if fresh:
         raise WeightsError(
@@ -811,6 +813,7 @@ class _ClassMapping:
             (model_rows.T if classes_last else model_rows).copy(),
         )
         counts = len(self.names.of_file), len(self.names.of_model)
+        # Groups of rows, one for each anchor: rows before the classes, then one row per class.
         file_G, mixed_G = (
             rows.reshape(-1, self.before + count, *rows.shape[1:])
             for rows, count in zip((file_rows, mixed), counts)

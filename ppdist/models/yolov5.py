@@ -75,6 +75,7 @@ class YOLOv5Neck(nn.Layer):
             self.add_sublayer(f"bottomup{level}", stage(2 * finer_width, width[level]))
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
+        # From coarse to fine; the reduced maps are read again on the way back.
         x = features[-1]
         reduced = []
         for level in reversed(self.levels[1:]):

@@ -216,6 +216,7 @@ def is_here(entry: PublishedWeights) -> bool:
 
 def _find_local(entry: PublishedWeights) -> tuple[Path | None, str | None]:
     """Finds the file in the mirror's folder or the cache, with its recorded SHA-256."""
+    # Files of a mirror's folder are the user's: they have no recorded checksum.
     mirror = os.environ.get(MIRROR, "")
     if mirror and not mirror.startswith(_WEB) and (file := Path(mirror) / entry.file).is_file():
         return file, None

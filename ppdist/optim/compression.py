@@ -208,6 +208,7 @@ class PowerSGD(_Feedback):
         """Sends the two factors of each rest; see the class."""
         products = [paddle.matmul(rest, q) for rest, q in zip(self.rest, self._q)]
         collectives.sum_tensors(products)
+        # All ranks orthonormalise the same sum, so they get the same P without a message.
         bases = [paddle.linalg.qr(product)[0] for product in products]
         local_factors = [paddle.matmul(m, p, transpose_x=True) for m, p in zip(self.rest, bases)]
         self._q = [q.clone() for q in local_factors]
@@ -218,6 +219,7 @@ class PowerSGD(_Feedback):
 
     def state(self) -> dict[str, np.ndarray]:
         """Returns the rests, and `low_rank/q/<key>` -> [K, R], where the next iteration starts."""
+        # Q is the same on all ranks, so one copy is enough.
         return super().state() | {
             f"low_rank/q/{key}": q.numpy() for key, q in zip(self.keys, self._q)
         }

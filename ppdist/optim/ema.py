@@ -84,6 +84,7 @@ class EMA:
             key: (value.astype("float32") if value.is_floating_point() else value).detach().clone()
             for key, value in ((key, entry.contiguous()) for key, entry in self._live.items())
         }
+        # Frozen entries stay as they are; integers, such as counters, are copied, not averaged.
         changing = [key for key in self.average if key not in constant]
         self._copied = [key for key in changing if not self._live[key].is_floating_point()]
         floating = {id(self.average[key]): key for key in changing if key not in self._copied}

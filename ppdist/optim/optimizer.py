@@ -192,6 +192,7 @@ def load_optimizer_arrays(
         another kind.
     """
     kind = "velocity" if isinstance(optimizer, paddle.optimizer.Momentum) else "moment1"
+    # Momentum and AdamW name their accumulators differently.
     if arrays and not any(kind in entry.rpartition("/")[2] for entry in arrays):
         raise CheckpointError(
             "the checkpoint holds the state of another optimizer than optimizer.name",

@@ -62,6 +62,7 @@ class RunningStatistics:
 
     def end_pass(self, count: int) -> None:
         """Adds up the statistics of a micro-batch, one of `count` on this rank."""
+        # With one micro-batch the layers have already made the right update.
         if self._storage is not None and count > 1:
             self._moved = self._storage.gather() + self._moved
             self.undo()

@@ -84,6 +84,7 @@ class ShardedUpdater(Updater):
         """
         arrays = super().state()
         full_state = {} if ranks.is_main() else dict(arrays)
+        # Shapes first: a rank does not know the accumulators of parameters that it does not update.
         shapes_W = gathering.all_gather_large_object(
             {key: array.shape for key, array in arrays.items()}
         )

@@ -48,6 +48,7 @@ class Updater:
         common = paddle.full([1], rates.lr, "float32")
         for parameter in paddle_api.trained_parameters(self.optimizer):
             factor = parameter.optimize_attr.get(LR_FACTOR, 1.0)
+            # Layer-wise factors and those of parameter groups come on top of the rate of biases.
             multiple = (bias if id(parameter) in bias_ids else 1.0) * factor
             if multiple != 1.0 and multiple not in tensors:
                 tensors[multiple] = common * multiple
