@@ -348,7 +348,7 @@ OTHER_WRITERS = {
         *("predict/detections.py:show", "common/keyed_cache.py:put"),
     },
     "exclusively: what has the name already is an error, or was deleted just before": {
-        *("data/datasets/annotations.py:write_text", "storage/shards.py:_begin"),
+        *("data/datasets/annotations.py:write_text", "storage/shards.py:_start_shard"),
         *("storage/shards.py:close", "predict/results.py:write"),
     },
     "to what is open already, to /dev/null, to /proc, or with O_NOFOLLOW": {
@@ -476,6 +476,48 @@ def test_what_needs_no_paddle_never_imports_it() -> None:
             assert not inside(name, "paddle"), f"{sources()[module]}:{line}: {name}"
     code = f"import sys, {', '.join(ours)}; assert 'paddle' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# Whole names that say nothing of what they name.
+VAGUE = {
+    *("each", "found", "told", "said", "own", "both", "there", "theirs", "ours", "then", "whole"),
+    *("others", "other", "most", "least", "thing", "things", "why", "noted", "kept", "known"),
+    *("away", "these", "them"),
+}
+# Fields of JSON and YAML that users read.
+FIELDS = {"ppdist/lab/verify/zoo.py: why", "ppdist/metrics/run.py: why"}
+LEADS = re.compile(
+    "(Of|For|As|In|At|By|With|To|From|Whether|Where|When|What|Which|Who|How|Why|If|That|Those|All"
+    r"|Both|It|Also|Such|Not|Only)\b"
+)
+
+
+def test_names_say_what_they_name() -> None:
+    wrong = []
+    for path in sources().values():
+        for node in nodes_of(path):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            elif isinstance(node, ast.arg):
+                name = node.arg
+            else:
+                continue
+            place = path.relative_to(REPOSITORY).as_posix()
+            if name in VAGUE and f"{place}: {name}" not in FIELDS:
+                wrong.append(f"{place}:{node.lineno}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    wrong = []
+    for path in sources().values():
+        for node in nodes_of(path):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                docstring = ast.get_docstring(node) or ""
+                if LEADS.match(docstring):
+                    place = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+                    wrong.append(f"{place}: {node.name}: {docstring.splitlines()[0]}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_utils_no_star_import_and_no_bare_except() -> None:
