@@ -75,7 +75,7 @@ def main() -> int:
         report = run_checks(arguments, findings)
     finally:  # after Ctrl-C, too
         if arguments.json:
-            rows = [finding.__dict__ for finding in findings]
+            rows = [finding.as_json() for finding in findings]
             text = json.dumps({**report, "findings": rows}, indent=1)
             write_text(Path(arguments.json), f"{text}\n")
     count = {level: sum(finding.level == level for finding in findings) for level in (FAIL, WARN)}

@@ -63,6 +63,15 @@ class Finding:
         """Makes a WARN if there is something to be done, else an OK."""
         return cls(WARN if remedy else OK, subject, observation, remedy)
 
+    def as_json(self) -> dict[str, str]:
+        """Returns this line for doctor's --json, whose readers call the observation `found`."""
+        return {
+            "level": self.level,
+            "subject": self.subject,
+            "found": self.observation,
+            "remedy": self.remedy,
+        }
+
     def __str__(self) -> str:
         remedy = f"\n       -> {self.remedy}" if self.remedy else ""
         return f"{self.level:<4}  {self.subject}: {self.observation}{remedy}"
