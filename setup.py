@@ -7,7 +7,10 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-# As in ppdist/__init__.py.  pip looks at python_requires only after all dependencies.
+# Both as in ppdist/__init__.py.
+if sys.platform == "win32":
+    sys.exit("ppdist needs Linux.  On Windows, use it in WSL2: docs/start.md, Windows and macOS")
+# pip looks at python_requires only after all dependencies.
 if not (3, 10) <= sys.version_info[:2] <= (3, 13):
     sys.exit(f"ppdist needs Python 3.10 to 3.13, and this is {sys.version.split()[0]}")
 

@@ -8,6 +8,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+if sys.platform == "win32":
+    sys.exit("ppdist needs Linux.  On Windows, use it in WSL2: docs/start.md, Windows and macOS")
 if not (3, 10) <= sys.version_info[:2] <= (3, 13):  # as in setup.py; Paddle has no others
     sys.exit(f"ppdist needs Python 3.10 to 3.13, and this is {sys.version.split()[0]}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -31,6 +32,9 @@ PATH = re.compile(
 )
 MODULE = re.compile(r"(?<![\w./-])ppdist(?:\.[a-z_]\w*)+")
 LINK = re.compile(r"\]\(([^)#\s]+)")
+PAGE = r"\b(README\.md|docs/[\w/]+\.md)"
+SECTION = re.compile(PAGE + r", (?=([A-Z].*))")  # a message: "README.md, On a GPU, ..."
+ANCHOR = re.compile(PAGE + r"#([\w-]+)")
 
 
 def _is_the_readers(path: str) -> bool:
@@ -64,7 +68,61 @@ def test_what_a_text_names_exists(text: str) -> None:
     assert not missing, "\n".join(missing)
 
 
+def _messages(source: str) -> list[str]:
+    """Returns the texts of a module that are no docstrings; an f-string gives its parts."""
+    tree = ast.parse(source)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docstrings
+    ]
+
+
+def _titles(page: str) -> list[str]:
+    """Returns the headings of a page, and what its paragraphs begin with in bold."""
+    text = (ROOT / page).read_text("utf-8")
+    return re.findall(r"^(?:#+ |(?:- )?\*\*)([^*\n]+?)\.?(?:\*\*|$)", text, re.MULTILINE)
+
+
+def _missing_sections(text: str) -> list[str]:
+    """Returns the references of a text to sections that no page has."""
+    text = " ".join(text.split())
+    missing = [
+        f"{page}, {words[:40]}"
+        for page, words in SECTION.findall(text)
+        if not any(words.startswith(title) for title in _titles(page))
+    ]
+    return missing + [
+        f"{page}#{anchor}"
+        for page, anchor in ANCHOR.findall(text)
+        if anchor not in {re.sub(r"[^\w-]", "", t.lower().replace(" ", "-")) for t in _titles(page)}
+    ]
+
+
+def test_sections_that_messages_name_exist() -> None:
+    missing = []
+    for path in sorted((ROOT / "ppdist").rglob("*.py")):
+        source = path.read_text("utf-8")
+        for text in _messages(source) if "README" in source or ".md" in source else []:
+            missing += [f"{path.name}: {reference}" for reference in _missing_sections(text)]
+            if "README" in text and not SECTION.search(text) and " " in text:
+                missing.append(f"{path.name}: which section? {text}")
+    missing += _missing_sections((ROOT / "ppdist/config/migration.yml").read_text("utf-8"))
+    assert not missing, "\n".join(missing)
+
+
 def test_the_check_notices_what_is_gone() -> None:
+    assert _missing_sections("see README.md, No such heading") and not _missing_sections(
+        "docs/start.md, Install; docs/distributed.md#slow-links"
+    )
     assert PATH.findall("see `ppdist/no_such.py` and configs/a_{s,m}.yml") == ["ppdist/no_such.py"]
     assert not _is_importable("ppdist.no_such")
     assert not _is_importable("ppdist.engine.trainer.no_such_name")

@@ -212,6 +212,14 @@ def test_another_python_ends_in_one_line(
     ast.parse(source, feature_version=(3, 8))  # so far it must be understood
 
 
+def test_windows_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (ROOT / "ppdist/__init__.py").read_text("utf-8")
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(source, "ppdist", "exec"), {"__name__": "ppdist_on_windows"})
+    assert "WSL2" in str(ended.value.code) and "\n" not in str(ended.value.code)
+
+
 def test_missing_paddle_is_one_message_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "paddle", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

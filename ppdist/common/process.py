@@ -47,7 +47,7 @@ USER_ERROR, STOPPED = 2, 75  # exit codes
 
 PADDLE_REMEDY = (
     "`pip install 'ppdist[cpu]'`; for a GPU install the paddlepaddle-gpu of Paddle's own index "
-    "(README.md, Quick start)"
+    "(README.md, On a GPU)"
 )
 PADDLE_OLDEST, PADDLE_NEWEST = (3, 2, 2), (3, 3)  # tested versions: README.md
 # Warnings of Paddle's about itself that no user of a tool can act on.

@@ -65,7 +65,7 @@ def choose(requested: str) -> str:
             f"{requested} was requested, but the installed Paddle {paddle.__version__} {problem}",
             code="device_unavailable",
             where="device",
-            fix="install the Paddle for it (README, GPU), or set device: cpu",
+            fix="install the Paddle for it (README.md, On a GPU), or set device: cpu",
         )
     if requested not in ("auto", CPU) and for_cpus:
         raise ConfigError(
@@ -100,7 +100,10 @@ def require_arithmetic() -> None:
             f"{paddle.__version__} has no kernels",
             code="card_without_code",
             where="device",
-            fix=f"install the build for it: pip install paddlepaddle-gpu -i {_NVIDIA_BUILDS}",
+            fix=(
+                "install the build that has them (README.md, On a GPU); for the newest cards: "
+                f"pip install paddlepaddle-gpu -i {_NVIDIA_BUILDS}"
+            ),
         )
 
 

@@ -49,8 +49,8 @@ from ppdist.common.manifest import CARD_FILE, CARD_NOTE, MANIFEST, checked_files
 
 _NAME = re.compile(r"^step-(\d+)$")
 _DRAFTS = r"step-\d+|last|best"
-# Files of a run in its output_dir, with its report and its export: see README.  Without run.lock,
-# which this run holds, and recipe.yml, with which this run may have been started.
+# Files of a run in its output_dir, with its report and its export.  Without run.lock, which this
+# run holds, and recipe.yml, with which this run may have been started.
 _OF_A_RUN = (
     "bad_steps.jsonl",
     "checkpoints",

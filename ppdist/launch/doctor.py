@@ -19,7 +19,7 @@ from typing import Any
 from ppdist.common.child import output_of, python
 from ppdist.common.errors import LaunchError, StorageError, UserError
 from ppdist.common.machine import available_memory, existing_folder, free_disk, kernel_text
-from ppdist.common.process import paddle_numbers, unknown_paddle
+from ppdist.common.process import PADDLE_REMEDY, paddle_numbers, unknown_paddle
 from ppdist.launch.cli import find_fleetrun
 from ppdist.launch.options import refuse_stale_environment
 from ppdist.launch.topology import LaunchPlan, Machine, installed_version
@@ -113,7 +113,7 @@ def check_host(
 
 def check_plan(plan: LaunchPlan) -> Iterator[Finding]:
     """Reports what fleetrun would start here, its interface and its ports."""
-    remedy = "install the paddlepaddle-gpu build for your CUDA to use the cards"
+    remedy = "to use the cards, install the paddlepaddle-gpu for them (README.md, On a GPU)"
     yield Finding.warning_if(remedy if plan.note else "", "run", plan.description)
     port = plan.rendezvous_port
     if port is None:
@@ -139,8 +139,7 @@ def check_software(build: str, cards: Sequence[str] = ()) -> list[Finding]:
     """Checks Python, Paddle (imported in a process of its own) and the packages beside it."""
     findings = [Finding(OK, "python", f"{platform.python_version()} ({sys.executable})")]
     if build == "none":
-        remedy = "pip install 'ppdist[cpu]', or the paddlepaddle-gpu build for your CUDA"
-        findings.append(Finding(FAIL, "paddle", "not installed", remedy))
+        findings.append(Finding(FAIL, "paddle", "not installed", PADDLE_REMEDY))
     else:
         findings.append(_check_paddle(cards))
     for module, name in (
@@ -188,7 +187,7 @@ def _check_paddle(cards: Sequence[str]) -> Finding:
     _, version, cuda, count = answers[0]
     if cuda == "CPU":
         return judge_paddle(version, f"{version}, CPU build", installed_version("protobuf"))
-    description = f"{version}, CUDA {cuda}, computes on {count} cards"
+    description = f"{version}, CUDA {cuda}, computes on {count} card{'s' * (count != '1')}"
     if count == "0":
         remedy = "nvidia-smi must work here; docker run --gpus all; see CUDA_VISIBLE_DEVICES"
         return Finding(WARN, "paddle", f"{version}, CUDA {cuda}, sees no card", remedy)

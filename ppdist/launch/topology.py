@@ -316,8 +316,8 @@ def choose_cards(
                 mismatch,
                 code="paddle_without_cards",
                 fix=(
-                    "install the paddlepaddle-gpu for your CUDA (see README.md), or train on CPU: "
-                    f"{_cpu_command(options, len(wanted), machine)}"
+                    "install the paddlepaddle-gpu for your cards (README.md, On a GPU), or train "
+                    f"on CPU: {_cpu_command(options, len(wanted), machine)}"
                 ),
             )
         return [], f"note: {mismatch}, so no card is used"
