@@ -347,12 +347,12 @@ train(resume=run, epochs="+20")                   # extend a finished run
 train("my.yml", {"optimizer.lr": 0.001})          # a configuration with overrides
 
 detector = Detector(run)                          # a run, weights, a published name or an export
-found = detector("bus.jpg", classes=["person", "bus"], threshold=0.4, iou=0.6)
-print(found)                                      # 4 person, 1 bus
-found.save("bus_boxes.jpg"), found.to_json()
-found.show()                                      # a notebook shows `found` by itself
-for found in detector("photos/"):                 # folders, patterns, videos, cameras: an iterator
-    print(found.source, found.boxes_xyxy, found.scores, found.class_ids)
+detections = detector("bus.jpg", classes=["person", "bus"], threshold=0.4, iou=0.6)
+print(detections)                                 # 4 person, 1 bus
+detections.save("bus_boxes.jpg"), detections.to_json()
+detections.show()                                 # a notebook shows `detections` by itself
+for detections in detector("photos/"):            # folders, patterns, videos, cameras: an iterator
+    print(detections.source, detections.boxes_xyxy, detections.scores, detections.class_ids)
 
 better = detector.train(data="more/data.yaml", epochs=20)   # a new detector, with the best weights
 better.export("exported", formats=["paddle", "onnx"])
