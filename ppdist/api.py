@@ -263,7 +263,7 @@ class Detector:
         Args: data: see `train`.
         Raises: ConfigError: an export, whose accuracy is in infer.yml.  DataError: data are wrong.
         """
-        return evaluate(self.weights, config=self._with_data(data))
+        return evaluate(self.weights, config=self._with_data(data, same_classes=True))
 
     @answering("export", ExportOptions.model_fields)
     def export(
@@ -297,11 +297,13 @@ class Detector:
             )
         return self._config
 
-    def _with_data(self, data: Config | Mapping[str, Any] | None) -> ExperimentConfig:
+    def _with_data(
+        self, data: Config | Mapping[str, Any] | None, *, same_classes: bool = False
+    ) -> ExperimentConfig:
         from ppdist.engine.recipe import with_data
 
         config = self._own_config()
-        return config if data is None else with_data(config, data)
+        return config if data is None else with_data(config, data, same_classes=same_classes)
 
     def _fine_tuning(
         self,
@@ -416,6 +418,10 @@ def train(
     weights: Place | None = None,
     image_size: int | tuple[int, int] | None = None,
     output_dir: Place | None = None,
+    steps: int | str | None = None,
+    classes: Sequence[str | int] | None = None,
+    single_class: bool | None = None,
+    fraction: float | None = None,
     evaluate: bool = True,
     resume: Place | Literal["auto"] | None = None,
     callbacks: Sequence["Callback"] = (),
@@ -440,6 +446,10 @@ def train(
         weights: a name or a file to start from, as model.pretrained.
         image_size: pixels; one number is a square, two are height and width.
         output_dir: where the run writes.
+        steps: length of the run in optimizer steps instead of epochs; "+500" extends a run.
+        classes: train on these alone, names or numbers, as data.classes.
+        single_class: all objects are of one class, as data.single_class.
+        fraction: share of the training images to train on, as data.fraction.
         evaluate: evaluate on the validation split during training, and keep the best checkpoint.
         resume: a checkpoint or an output_dir, alone with its own settings; "auto": that of this
             run, where there is one.
@@ -483,6 +493,10 @@ def train(
                 weights=None if weights is None else str(weights),
                 image_size=(image_size, image_size) if isinstance(image_size, int) else image_size,
                 output_dir=None if output_dir is None else str(output_dir),
+                steps=steps,
+                classes=classes,
+                single_class=single_class,
+                fraction=fraction,
             ),
             overrides=override_items(overrides),
             resume=Continuation(resume),

@@ -303,19 +303,11 @@ def stats(arguments: argparse.Namespace) -> int:
 def show(arguments: argparse.Namespace) -> int:
     from ppdist.common.files import make_parent, write_whole
     from ppdist.data.datasets.build import read_split
-    from ppdist.engine.build import build_model
+    from ppdist.engine.build import build_model, with_epochs
     from ppdist.viz.dataset import evaluation_pictures, png, training_pictures
     from ppdist.viz.draw import grid
 
     config = load(arguments)
-    epochs = math.ceil(config.train.epochs)
-    augment = config.data.augment.with_epoch_scale(config.train.phases_factor)
-    if arguments.epoch >= epochs:
-        raise errors.ConfigError(
-            f"the run has {epochs} (train.epochs), counted from 0; expected {epochs - 1} at most",
-            code="epoch_beyond_run",
-            where=f"--epoch {arguments.epoch}",
-        )
     if arguments.out.suffix.lower() != ".png":
         raise errors.ConfigError(
             "the picture is a PNG file; expected a name ending in .png",
@@ -326,6 +318,17 @@ def show(arguments: argparse.Namespace) -> int:
     split = SPLITS[arguments.eval]
     masks = not arguments.eval and config.data.augment.needs_outlines
     dataset = read_split(config.data, split, config.model.num_classes, masks=masks)
+    if config.train.steps is not None:
+        config = with_epochs(config, len(dataset.records), config.train.micro_batches(1))
+    epochs = math.ceil(config.train.epochs)
+    augment = config.data.augment.with_epoch_scale(config.train.phases_factor)
+    if arguments.epoch >= epochs:
+        raise errors.ConfigError(
+            f"the run has {epochs} (train.epochs, or as many as train.steps make), counted from 0; "
+            f"expected {epochs - 1} at most",
+            code="epoch_beyond_run",
+            where=f"--epoch {arguments.epoch}",
+        )
     if arguments.eval:
         pictures = evaluation_pictures(
             dataset,

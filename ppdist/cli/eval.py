@@ -114,7 +114,9 @@ def config_for(arguments: argparse.Namespace) -> "ExperimentConfig":
     from ppdist.models.model_card import config_of_weights
 
     config = load_config(arguments.config) if arguments.config else None
-    config = with_data(config or config_of_weights(arguments.weights), arguments.data)
+    config = with_data(
+        config or config_of_weights(arguments.weights), arguments.data, same_classes=True
+    )
     config = apply_overrides(config, arguments.override)
     if config.data.val_fraction is not None and arguments.split == "val":
         process.say(

@@ -1,6 +1,7 @@
 """Trains a detector.
 
 ppdist train DATA --model ppyoloe_plus_s [--epochs 100] [--batch 32] [--weights NAME|FILE]
+ppdist train DATA --model yolov5n [--steps 50000] [--classes car bus] [--single-cls]
 ppdist train DATA --model ppyoloe_plus_s --dry-run
 ppdist train -c cfg.yml [--eval] [-o k=v]
 ppdist train --resume RUN [--epochs +50]
@@ -48,12 +49,16 @@ def parse() -> argparse.Namespace:
         "--model", metavar="NAME",
         help="a shipped recipe: ppyoloe_plus_s, yolov5n, ... (ppdist config list)",
     )  # fmt: skip
-    fitted.add_argument("--epochs", type=_parse_epochs, metavar="N|+N",
+    length = fitted.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=_parse_length, metavar="N|+N",
                         help="passes over the training images (default: depends on their number); "
                         "with --resume RUN: the new total, or +N more")  # fmt: skip
-    fitted.add_argument("--batch", type=_parse_batch, metavar="N", help="images per card, as "
-                        "train.batch_size_per_card, or auto; the rate follows the total of all "
-                        "cards (as the recipe)")  # fmt: skip
+    length.add_argument("--steps", type=_parse_length, metavar="N|+N",
+                        help="instead, the length in optimizer steps, which the whole schedule "
+                        "spans; with --resume RUN as --epochs")  # fmt: skip
+    fitted.add_argument("--batch", type=_parse_batch, metavar="N", help="images a card, as "
+                        "train.batch_size_per_card, or auto: 16 on 4 cards are 64 in all "
+                        "(YOLOv5: 16); the rate follows (as the recipe)")  # fmt: skip
     fitted.add_argument(
         "--weights", metavar="NAME|FILE", help="start from these, as model.pretrained",
         type=lambda text: text or None,  # '' of YOLOv5: from scratch
@@ -61,6 +66,12 @@ def parse() -> argparse.Namespace:
     fitted.add_argument("--image-size", type=_parse_side, nargs="+", metavar="N",
                         help="pixels: one number is a square, two are height and width (as the "
                         "recipe)")  # fmt: skip
+    fitted.add_argument("--classes", nargs="+", type=_parse_class, metavar="NAME|N",
+                        help="train on these classes alone, as data.classes (all)")  # fmt: skip
+    fitted.add_argument("--single-cls", action="store_true", default=None, dest="single_class",
+                        help="all objects are of one class, as data.single_class")  # fmt: skip
+    fitted.add_argument("--fraction", type=_parse_fraction, metavar="F", help="share of the "
+                        "training images to train on, as data.fraction (1)")  # fmt: skip
     parser.add_argument(
         "--eval", action=argparse.BooleanOptionalAction, default=None,
         help="evaluate during training and keep the best checkpoint (default: yes with DATA or "
@@ -93,8 +104,8 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def _parse_epochs(text: str) -> int | str:
-    """Parses a number of epochs; `+50` stays as it is."""
+def _parse_length(text: str) -> int | str:
+    """Parses a number of epochs or steps; `+50` stays as it is."""
     number = at_least(1)(text.removeprefix("+"))
     return f"+{number}" if text.startswith("+") else number
 
@@ -105,6 +116,22 @@ def _parse_batch(text: str) -> int | str:
             f"expected a whole number, 1 or more, or auto (what fits into memory), found {text!r}"
         )
     return text if text == "auto" else at_least(1)(text)
+
+
+def _parse_class(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _parse_fraction(text: str) -> float:
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise argparse.ArgumentTypeError(
+            f"expected a share above 0, at most 1, such as 0.1, found {text!r}"
+        )
+    return fraction
 
 
 def _parse_side(text: str) -> int:
@@ -119,10 +146,15 @@ def _parse_side(text: str) -> int:
 _DATA_OPTIONS = {
     "model": "choose it by -c {}",
     "epochs": "-o train.epochs={}",
+    "steps": "-o train.steps={}",
     "batch": "-o train.batch_size_per_card={}",
     "weights": "-o model.pretrained={}",
     "image_size": "-o model.image_size={}",
+    "classes": "-o data.classes={} model.num_classes=N",
+    "single_class": "-o data.single_class=true model.num_classes=1",
+    "fraction": "-o data.fraction={}",
 }
+_LENGTHS = ("epochs", "steps")  # which --resume RUN takes, too
 
 
 def _check_source(arguments: argparse.Namespace) -> None:
@@ -133,7 +165,7 @@ def _check_source(arguments: argparse.Namespace) -> None:
     word = arguments.resume
     if word and word != "auto" and not (arguments.data or arguments.config):  # a run to continue
         given_options = [
-            name for name in _DATA_OPTIONS if name != "epochs" and getattr(arguments, name)
+            name for name in _DATA_OPTIONS if name not in _LENGTHS and getattr(arguments, name)
         ]
         if given_options:
             raise ConfigError(
@@ -176,8 +208,11 @@ def _as_key_value(value: object) -> str:
     return f"[{','.join(map(str, value))}]" if isinstance(value, list) else shlex.quote(f"{value}")
 
 
+_OPTION_NAMES = {"single_class": "--single-cls"}
+
+
 def _join_options(names: Sequence[str]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+    return ", ".join(_OPTION_NAMES.get(name, f"--{name.replace('_', '-')}") for name in names)
 
 
 def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -> int:
@@ -208,6 +243,10 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
             batch=arguments.batch,
             weights=arguments.weights,
             image_size=None if size is None else (size[0], size[-1]),
+            steps=arguments.steps,
+            classes=arguments.classes,
+            single_class=arguments.single_class,
+            fraction=arguments.fraction,
         ),
         overrides=arguments.override,
         resume=Continuation(arguments.resume or None, arguments.resume_changed),
@@ -271,6 +310,9 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
         printed = {finding.text for finding in decisions.findings}  # by `verdict`
         warnings = [*decisions.warnings, *advice(decisions.config, decisions.schedule)]
         lines += [f"warning: {warning}" for warning in warnings if warning not in printed]
+        selection = plan.config.data.describe_selection()
+        if selection and plan.recipe is None:  # whose table says so
+            lines.append(f"of the data: {selection}")
         lines.append(rehearse(decisions))
     if name:
         if name != FILE:

@@ -114,6 +114,28 @@ class DataConfig(Section):
         "names of the training split's objects (voc, csv) or folders (folder). Export and "
         "prediction read these files again; names written here do not depend on the data.",
     )
+    classes: tuple[str | int, ...] = Field(
+        default=(),
+        description="Train and score only these classes, by name or by number from 0; the model "
+        "has them alone, in the order of their numbers. Images without them stay, as background "
+        "(classes of whole images: are left out). `-o data.classes=[car,bus] "
+        "model.num_classes=2`; "
+        "`ppdist train DATA --model NAME --classes car bus`. Empty: all.",
+    )
+    single_class: bool = Field(
+        default=False,
+        description="Every object is of one class, `object` (a set, or data.classes, of one class "
+        "keeps its name): where is something, whatever it is. Boxes only; needs "
+        "model.num_classes: 1.",
+    )
+    fraction: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Train on this share of the training images, drawn as by data.train.limit: "
+        "the same ones whatever `seed` is, and those of a smaller share among those of a larger "
+        "one. Validation keeps all.",
+    )
     bad_images: Annotated[Literal["skip", "error"], OnResume.FREE] = Field(
         default="skip",
         description="What to do with an image that cannot be decoded. skip: training uses the next "
@@ -208,6 +230,10 @@ class DataConfig(Section):
         places = [(part.images, part.annotations) for part in (self.train, self.val)]
         if self.val_fraction is not None and places[0] != places[1]:
             raise ValueError("val_fraction divides the images of train; leave val out")
+        if self.fraction < 1 and self.train.limit is not None:
+            raise ValueError("fraction and the limit of train both say how many; leave one out")
+        if self.single_class and self.task == "classify":
+            raise ValueError("single_class is for boxes; classifying needs two classes or more")
         return self
 
     @property
@@ -215,6 +241,13 @@ class DataConfig(Section):
         """Returns the configured splits with their names."""
         named = (("train", self.train), ("val", self.val), ("test", self.test))
         return tuple((name, part) for name, part in named if part is not None)
+
+    def describe_selection(self) -> str:
+        """Describes the keys that select a part of the set; "": all of it is used."""
+        parts = [f"classes {', '.join(map(str, self.classes))}"] if self.classes else []
+        parts += ["as a single class"] if self.single_class else []
+        parts += [f"{self.fraction:g} of the training images"] if self.fraction < 1 else []
+        return ", ".join(parts)
 
     @property
     def task(self) -> Task:

@@ -300,6 +300,11 @@ def _scaling_errors(config: ExperimentConfig) -> Iterator[str]:
             "train.epochs_compensation: auto needs optimizer.noise_scale, which determines the "
             "number of extra epochs; if you do not know yours, set it to 450"
         )
+    if lengthens and config.train.steps is not None:
+        yield (
+            "train.epochs_compensation: auto has no effect with train.steps, which are the length "
+            "of the run; set one of them to none or null"
+        )
     if optimizer.noise_scale is not None and optimizer.lr_scaling == "none" and not lengthens:
         yield (
             "optimizer.noise_scale: has no effect with optimizer.lr_scaling: none without "

@@ -295,6 +295,9 @@ _IN_PYTHON = {  # keys that have arguments of their own
     "model.pretrained": "weights",
     "model.image_size": "image_size",
     "output_dir": "output_dir",
+    "train.steps": "steps",
+    "data.single_class": "single_class",
+    "data.fraction": "fraction",
 }
 
 

@@ -159,11 +159,17 @@ class TrainConfig(Section):
     """Length, batch and numerics of training."""
 
     epochs: float = Field(default=300, gt=0, description="Passes over the training set.")
+    steps: int | None = Field(
+        default=None,
+        gt=0,
+        description="Length of the run in optimizer steps, in place of epochs: schedule, warm-up, "
+        "phases and averages span them, as those of as many epochs. null: epochs.",
+    )
     max_steps: Annotated[int | None, OnResume.FREE] = Field(
         default=None,
         gt=0,
-        description="Stop after this many optimizer steps; the schedule still spans epochs. "
-        "For a trial, or a run in parts.",
+        description="Stop after this many optimizer steps; the schedule still spans the "
+        "whole run (epochs, or steps). For a trial, or a run in parts.",
     )
     hours: Annotated[float | None, OnResume.FREE] = Field(
         default=None,

@@ -162,16 +162,24 @@ class RawColumns:
         kept_N = np.array(is_kept, bool)
         if kept_N.all():
             return self
-        kept_O = np.flatnonzero(kept_N[self.image_O])
-        place_N, numbers = np.cumsum(kept_N) - 1, kept_O.tolist()
-        original = self
+        selected = self.select_objects(kept_N[self.image_O])
+        place_N = np.cumsum(kept_N) - 1
         return replace(
-            self,
+            selected,
             paths=[path for path, keep in zip(self.paths, is_kept) if keep],
             image_ids_N=self.image_ids_N[kept_N],
             sizes_N2=self.sizes_N2[kept_N],
             size_known_N=self.size_known_N[kept_N],
-            image_O=place_N[self.image_O[kept_O]],
+            image_O=place_N[selected.image_O],
+        )
+
+    def select_objects(self, is_kept_O: np.ndarray) -> "RawColumns":
+        """Selects some of the objects; all images stay."""
+        kept_O = np.flatnonzero(is_kept_O)
+        numbers, original = kept_O.tolist(), self
+        return replace(
+            self,
+            image_O=self.image_O[kept_O],
             boxes_O4=self.boxes_O4[kept_O],
             labels_O=self.labels_O[kept_O],
             crowd_O=self.crowd_O[kept_O],

@@ -69,7 +69,8 @@ def advice(config: ExperimentConfig, schedule: ScheduleSetup) -> Iterator[str]:
         yield (
             f"{counted(schedule.schedule_steps, 'optimizer step')} "
             f"{'is' if schedule.schedule_steps == 1 else 'are'} too few from random weights; start "
-            f"from pretrained weights (--weights, model.pretrained), or raise train.epochs"
+            f"from pretrained weights (--weights, model.pretrained), or train longer "
+            f"({'train.epochs' if config.train.steps is None else 'train.steps'})"
         )
     pieces = schedule.batches.images if schedule.batches.spread else schedule.batches.count
     if world > 1 and config.distributed.shares is not None and pieces <= world:

@@ -1,5 +1,6 @@
 """Builds experiments: the one place where data, models, losses and optim meet."""
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -231,7 +232,7 @@ def decide_training(
     run.bad_images = data.bad_images.reasons  # one object: checkpoints hold later images as well
     size = comm.run_on_all_ranks(lambda: complexity(model))
     messages.warn(About.START, start.warnings)
-    messages.warn(About.RUN, config_warnings(config, anew))
+    messages.warn(About.RUN, config_warnings(with_epochs(config, data.images, batches), anew))
     return Decisions(
         config=config,
         data=data,
@@ -365,7 +366,7 @@ def _announce(decisions: Decisions, output_dir: Path, log: RunLog) -> None:
 def _record_start(decisions: Decisions, log: RunLog) -> None:
     """Writes where the run begins, and with what numbers."""
     config, schedule, start = decisions.config, decisions.schedule, decisions.start
-    log_start(start, schedule, log, config.log.every_steps)
+    log_start(start, schedule, log, config.log.every_steps, config.train.steps is not None)
     log.table("derived", schedule.rows())
     codes = {"findings": dict(decisions.findings)} if decisions.findings else {}
     log.metrics({"step": start.step or 0, "derived": schedule.record(), **codes})
@@ -433,6 +434,8 @@ def _describe_model(
     A resumed run keeps the licence and source of its weights.
     """
     data = f"{Path(config.data.root).resolve().name}, {len(train_set.records)} images"
+    if selection := config.data.describe_selection():
+        data += f" ({selection})"
     pretrained = Path(config.model.pretrained) if config.model.pretrained else None
 
     def find() -> list[str]:
@@ -672,6 +675,7 @@ def build_schedule_setup(
     """
     world, ranks = comm.world_size(), config.distributed
     batches = batches or config.train.micro_batches(world)
+    config = with_epochs(config, dataset_size, batches)
     if ranks.shares is not None:
         batches = replace(batches, speeds=ranks.speeds(world))
     return set_up_schedule(
@@ -687,6 +691,21 @@ def build_schedule_setup(
         ema=config.train.ema,
         augment=config.data.augment,
     )
+
+
+def with_epochs(
+    config: ExperimentConfig, dataset_size: int, batches: MicroBatches
+) -> ExperimentConfig:
+    """Returns the configuration with the epochs that `train.steps` make on these data, if set.
+
+    Args: dataset_size, batches: as in `build_schedule_setup`.
+    """
+    steps = config.train.steps
+    if steps is None:
+        return config
+    epochs = steps / math.ceil(dataset_size / min(batches.total_batch, dataset_size))
+    train = config.train.model_copy(update={"epochs": epochs})
+    return config.model_copy(update={"train": train})
 
 
 def build_train_step(

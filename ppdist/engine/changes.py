@@ -83,7 +83,8 @@ def require_same_settings(
         ) from error
     result = changes(previous, config, config.data.sampling.name == "difficulty")
     if continuation.extends:
-        result.learned = [change for change in result.learned if change.key != "train.epochs"]
+        length = ("train.epochs", "train.steps")
+        result.learned = [change for change in result.learned if change.key not in length]
     if result.learned and not continuation.changed:
         lines = "\n".join(f"  {change}" for change in result.learned)
         raise CheckpointError(
@@ -91,7 +92,8 @@ def require_same_settings(
             f"{lines}\n"
             f"restore the old values ({file}), or add --resume-changed: the run then continues at "
             "the same step with all new values, and the learning rate jumps if the schedule has "
-            "another length; to change only the epochs: `ppdist train --resume RUN --epochs N`",
+            "another length; to change only the length: `ppdist train --resume RUN --epochs N` "
+            "(--steps N where the length is in steps)",
             code="config_changed",
         )
     return result

@@ -26,7 +26,7 @@ class Continuation:
     source: a checkpoint, or an output_dir for its newest valid one; None: a new run; AUTO: its own
         output_dir if it holds checkpoints, valid or not, else a new run.
     changed: settings that affect training may differ, too (`--resume-changed`).
-    extends: it has more epochs than planned; the patience of early stopping is reset.
+    extends: it is longer than planned; the patience of early stopping is reset.
     """
 
     source: Path | str | None = None
@@ -38,17 +38,19 @@ ANEW = Continuation()
 
 
 def config_of_run(
-    run: Path, epochs: str | None, overrides: Sequence[str]
+    run: Path, epochs: str | None, overrides: Sequence[str], steps: str | None = None
 ) -> tuple[ExperimentConfig, bool]:
-    """Reads the configuration of a run to resume, with other epochs if requested.
+    """Reads the configuration of a run to resume, with other epochs or steps if requested.
 
     Args:
         run: its output_dir, or a checkpoint in it.
         epochs: "150": of the whole run; "+50": more than planned, or, where early stopping ended
             the run, more than were trained; None: as planned.
         overrides: -o items.
-    Returns: the configuration; True if the run now has more epochs than planned.
-    Raises: CheckpointError: it has no checkpoint; ConfigError: the epochs are over already.
+        steps: likewise, of a run whose length is in steps.
+    Returns: the configuration; True if the run now is longer than planned.
+    Raises: CheckpointError: it has no checkpoint; ConfigError: that length is over already, or the
+        length of the run is counted in the other unit.
     """
     checkpoint = run if (run / "manifest.json").exists() else run / "checkpoints" / "last"
     file = checkpoint / "config.yml"
@@ -64,24 +66,40 @@ def config_of_run(
     # The recorded output_dir is wrong if the run was moved, or written relative to another folder.
     run_overrides = [f"output_dir={json.dumps(str(output_dir))}"]
     planned_config = parse_config(file, [*run_overrides, *overrides], ExperimentConfig)
-    if epochs is None:
+    request, unit = (epochs, "epochs") if steps is None else (steps, "steps")
+    if request is None:
         return planned_config, False
-    # Only the epochs are read here; `find_start` checks the checkpoint.
+    planned = planned_config.train
+    _require_unit(unit, "epochs" if planned.steps is None else "steps", request)
+    # Only the length is read here; `find_start` checks the checkpoint.
     state = json.loads(files.text_of(checkpoint / "state.json"))
-    done_epochs = float(state["epoch"])
-    total = _count_total_epochs(
-        epochs, done_epochs if _has_stopped_early(output_dir) else planned_config.train.epochs
-    )
-    if total <= done_epochs:
+    done = float(state["epoch" if unit == "epochs" else "step"])
+    planned_length = planned.epochs if planned.steps is None else planned.steps
+    total = _count_total(request, done if _has_stopped_early(output_dir) else planned_length)
+    if total <= done:
         raise ConfigError(
-            f"the run already has {done_epochs:g} epochs",
+            f"the run already has {done:.12g} {unit}",
             code="bad_value",
-            where=f"--epochs {epochs}",
-            fix=f"use --epochs +N to add epochs, or a total above {done_epochs:g}",
+            where=f"--{unit} {request}",
+            fix=f"use --{unit} +N to add {unit}, or a total above {done:.12g}",
         )
-    run_overrides += [f"train.epochs={total:g}", "train.max_steps=null"]
+    run_overrides += [f"train.{unit}={total:.12g}", "train.max_steps=null"]
     config = parse_config(file, [*run_overrides, *overrides], ExperimentConfig)
-    return config, total != planned_config.train.epochs
+    return config, total != planned_length
+
+
+def _require_unit(unit: str, planned_unit: str, request: str) -> None:
+    """Checks that a new length is in the unit of the planned one.
+
+    Raises: ConfigError: it is not.
+    """
+    if unit != planned_unit:
+        raise ConfigError(
+            f"the length of this run is in {planned_unit} (train.{planned_unit})",
+            code="options_conflict",
+            where=f"--{unit} {request}",
+            fix=f"use --{planned_unit}: a total, or +N more",
+        )
 
 
 def _has_stopped_early(output_dir: Path) -> bool:
@@ -91,15 +109,15 @@ def _has_stopped_early(output_dir: Path) -> bool:
     return False
 
 
-def _count_total_epochs(request: str, base: float) -> float:
-    """Returns the epochs of the whole run.
+def _count_total(request: str, base: float) -> float:
+    """Returns the length of the whole run.
 
     A job restarted by fleetrun reads the same `+N` and must not add it again, so the first attempt
     leaves a note.
 
     Args:
         request: "150" or "+50".
-        base: the epochs that `+N` is added to.
+        base: the length that `+N` is added to.
     """
     if not request.startswith("+"):
         return float(request)

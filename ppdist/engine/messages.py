@@ -74,9 +74,11 @@ def data_line(config: ExperimentConfig, train: DetectionSet, val: DetectionSet |
     more = ", ..." if len(names) > _NAMES else ""
     validate = "no validation" if val is None else f"val {len(val.records)}"
     name = str(config.data.root).rstrip("/").rpartition("/")[2]
+    selection = config.data.describe_selection()
     return (
         f"{name}: train {counted(len(train.records), 'image')}, {validate}; "
         f"{counted(len(names), 'class', 'es')}: {', '.join(names[:_NAMES])}{more}"
+        + (f"; {selection}" if selection else "")
     )
 
 
@@ -106,14 +108,19 @@ def train_line(schedule: ScheduleSetup) -> str:
     """Describes the training in the line at the start of a run.
 
     For example `30 epochs of 13 steps, 16 images a step; adamw, learning rate 0.001`; with several
-    micro-batches, each of which is a batch-norm group, it says how ranks share them.
+    micro-batches, each of which is a batch-norm group, it says how ranks share them.  A run that is
+    not of whole epochs says its steps first.
     """
-    shared = "" if schedule.batches.count == 1 else f", {schedule.batches.describe(schedule.world)}"
-    epochs = schedule.total_steps / schedule.steps_per_epoch
+    world, steps = schedule.world, schedule.total_steps
+    shared = "" if schedule.batches.count == 1 else f", {schedule.batches.describe(world)}"
+    in_all = " in all" if world > 1 else ""
+    epochs = counted(round(steps / schedule.steps_per_epoch, 2), "epoch")
+    length = f"{epochs} of {counted(schedule.steps_per_epoch, 'step')}"
+    if steps % schedule.steps_per_epoch:
+        length = f"{counted(steps, 'step')}, {length}"
     return (
-        f"{counted(round(epochs, 2), 'epoch')} of {counted(schedule.steps_per_epoch, 'step')}, "
-        f"{counted(schedule.step_images, 'image')} a step{shared}; {schedule.optimizer.name}, "
-        f"learning rate {schedule.scaled.lr:.3g}"
+        f"{length}, {counted(schedule.step_images, 'image')} a step{in_all}{shared}; "
+        f"{schedule.optimizer.name}, learning rate {schedule.scaled.lr:.3g}"
     )
 
 

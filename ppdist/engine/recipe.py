@@ -26,8 +26,10 @@ from ppdist.config.schema import matching_sections, sections_in
 from ppdist.config.shipped import find_config, near, recipes, short_names
 from ppdist.config.train import max_micro_batch
 from ppdist.config.yaml import BASE_KEY, Node, Place, Reader, dump, merge, tree_of
+from ppdist.data.datasets.annotations import abbreviate
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.layout import VAL_FRACTION, Layout, find_layout, is_layout
+from ppdist.data.datasets.selection import find_classes, selected_names
 from ppdist.models.zoo import is_name, published, zoo
 
 FILE = "recipe.yml"  # in output_dir
@@ -77,7 +79,9 @@ class TrainOptions:
     """Options of a training beyond data or configuration; None: not given.
 
     model: name of a shipped recipe, or a YAML file.  epochs: "+50" extends a run.
+    steps: length of the run in optimizer steps instead; "+500" as well.
     batch: images per card.  image_size: (height, width) in pixels.
+    classes, single_class, fraction: as in `data`.
     """
 
     model: str | None = None
@@ -86,6 +90,10 @@ class TrainOptions:
     weights: str | None = None
     image_size: tuple[int, int] | None = None
     output_dir: str | None = None
+    steps: int | str | None = None
+    classes: Sequence[str | int] | None = None
+    single_class: bool | None = None
+    fraction: float | None = None
 
     def __post_init__(self) -> None:
         """Checks values given in Python as the command line checks its own.
@@ -101,6 +109,10 @@ class TrainOptions:
             )
         elif isinstance(self.epochs, int | float) and not self.epochs > 0:
             invalid_option, expected = "epochs", "a number above 0"
+        elif not isinstance(self.steps, str | None) and (
+            type(self.steps) is not int or self.steps < 1
+        ):
+            invalid_option, expected = "steps", "a whole number, 1 or more"
         elif size is not None and (
             isinstance(size, str)
             or len(size) != 2
@@ -117,18 +129,32 @@ class TrainOptions:
                 where=f"{invalid_option}={getattr(self, invalid_option)!r}",
             )
 
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError(
+                "a run has one length",
+                code="options_conflict",
+                where=f"epochs {self.epochs} and steps {self.steps}",
+                fix="give one of them",
+            )
+
     def items(self, *names: str) -> list[str]:
         """Returns the options of these names, or all, as -o items."""
-        values = {_KEYS[name]: getattr(self, name) for name in names or _KEYS}
+        values = {OPTION_KEYS[name]: getattr(self, name) for name in names or OPTION_KEYS}
+        if self.classes is not None and "data.classes" in values:
+            values["data.classes"] = list(self.classes)
         return override_items({key: value for key, value in values.items() if value is not None})
 
 
-_KEYS = {
+OPTION_KEYS = {  # of TrainOptions
     "epochs": "train.epochs",
     "batch": "train.batch_size_per_card",
     "weights": "model.pretrained",
     "image_size": "model.image_size",
     "output_dir": "output_dir",
+    "steps": "train.steps",
+    "classes": "data.classes",
+    "single_class": "data.single_class",
+    "fraction": "data.fraction",
 }
 
 
@@ -143,6 +169,7 @@ def fit_recipe(
         overrides: -o items; they win.
         world: ranks.
     Raises: ConfigError: no such recipe, or one that is not for boxes; an item is wrong.
+        DataError: the data have no such class.
     """
     assert options.model is not None
     name, short_name, file = _find_recipe(options.model)
@@ -157,6 +184,7 @@ def fit_recipe(
     held_images = 0 if layout.val is not None else max(1, round(VAL_FRACTION * layout.images))
     images = max(1, layout.images - held_images)
     choices = _choose_data(layout, layout.images - images, options, base)
+    images = max(1, round((options.fraction or 1) * images))
     choices += _choose_run(images, options, base, world, section.few_images)
     out = f"output/{layout.name}_{short_name}"
     choices.append(Choice("output_dir", out, "the names of data and model"))
@@ -195,9 +223,19 @@ def _apply_typed(options: TrainOptions, typed_tree: Node) -> TrainOptions:
     epochs = _read_value(typed_tree, "train.epochs")
     batch = _read_value(typed_tree, "train.batch_size_per_card")
     weights = _read_value(typed_tree, "model.pretrained")
+    steps = _read_value(typed_tree, "train.steps")
+    classes = _read_value(typed_tree, "data.classes")
+    single_class = _read_value(typed_tree, "data.single_class")
+    fraction = _read_value(typed_tree, "data.fraction")
     return replace(
         options,
         epochs=epochs if isinstance(epochs, int | float) and epochs > 0 else options.epochs,
+        steps=steps if type(steps) is int and steps > 0 else options.steps,
+        classes=classes if isinstance(classes, list) else options.classes,
+        single_class=single_class if isinstance(single_class, bool) else options.single_class,
+        fraction=fraction
+        if isinstance(fraction, float) and 0 < fraction <= 1
+        else options.fraction,
         batch=batch if batch == "auto" or (type(batch) is int and batch > 0) else options.batch,
         weights=weights if isinstance(weights, str) else options.weights,
     )
@@ -291,9 +329,20 @@ def _choose_data(
         Choice(f"data.{key}", value, reason if key == "val_fraction" else "")
         for key, value in layout.section().items()
     ]
-    names = ", ".join(layout.class_names[:5]) + (", ..." if len(layout.class_names) > 5 else "")
-    classes = Choice("model.num_classes", len(layout.class_names), f"of the data: {names}")
-    choices.append(classes)
+    numbers = find_classes(options.classes or (), layout.class_names, str(layout.root))
+    names = abbreviate([layout.class_names[number] for number in numbers], 5)
+    count, reason = len(numbers), f"of the data: {names}"
+    if options.single_class:
+        count, reason = 1, f"one for all of {names}"
+    choices.append(Choice("model.num_classes", count, reason))
+    if options.classes:
+        chosen = f"--classes: {len(numbers)} of {len(layout.class_names)}, the others are left out"
+        choices.append(Choice("data.classes", list(options.classes), chosen))
+    if options.single_class:
+        choices.append(Choice("data.single_class", True, "--single-cls"))
+    if options.fraction is not None:
+        share = "--fraction: of the training images, the same whatever the seed is"
+        choices.append(Choice("data.fraction", float(options.fraction), share))
     if options.weights is not None:
         choices.append(Choice("model.pretrained", options.weights, "--weights"))
     if options.image_size is not None:
@@ -334,17 +383,25 @@ def _choose_run(
             fix="set it there: the epochs (of COCO, say) that its other values were tuned for",
         )
     tuning = bool(options.weights) or bool(_read_value(base, "model.pretrained"))
-    epochs, reason = _choose_epochs(images, options, float(recipe_epochs), tuning)
-    choices = [Choice("train.epochs", epochs, reason)]
-    phases = "warm-up and other phases keep their fractions of the recipe's epochs"
-    choices.append(Choice("train.phases_for_epochs", recipe_epochs, phases))
-    batch, reason = _choose_batch(
+    batch, batch_reason = _choose_batch(
         images, options, _read_value(base, "train.batch_size_per_card") or 8, world
     )
-    choices.append(Choice("train.batch_size_per_card", batch, reason))
     # `auto` is resolved when the run starts; about 8 images are usual.
     on_all = world * (batch if isinstance(batch, int) else 8)
-    steps = math.ceil(images / on_all) * math.ceil(epochs)
+    steps_per_epoch = math.ceil(images / on_all)
+    if isinstance(options.steps, int):
+        epochs, steps = options.steps / steps_per_epoch, options.steps
+        reason = f"--steps: {epochs:.3g} epochs of about {steps_per_epoch}"
+        choices = [Choice("train.steps", steps, reason)]
+    else:
+        epochs, reason = _choose_epochs(images, options, float(recipe_epochs), tuning)
+        choices, steps = (
+            [Choice("train.epochs", epochs, reason)],
+            steps_per_epoch * math.ceil(epochs),
+        )
+    phases = "warm-up and other phases keep their fractions of the recipe's epochs"
+    choices.append(Choice("train.phases_for_epochs", recipe_epochs, phases))
+    choices.append(Choice("train.batch_size_per_card", batch, batch_reason))
     min_warmup = _read_value(base, "schedule.warmup_least_steps") or 0
     allowed = math.floor(_WARMUP_SHARE * steps)
     if min_warmup > allowed:
@@ -396,12 +453,16 @@ def _choose_batch(
     if isinstance(batch, int) and batch > max_batch:
         data_size = f"{images} images on {world} rank{'s' * (world > 1)}"
         return max_batch, f"per card; {reason} would be {batch}, but the set has {data_size}"
-    return batch, f"per card, {reason}"
+    in_all = f": {batch * world} in all" if world > 1 and isinstance(batch, int) else ""
+    return batch, f"per card, {reason}{in_all}"
 
 
 # --- other data -----------------------------------------------------------------------------------
 
+_CLASSES_OF_A_SET = {"classes", "single_class"}
 _OF_A_SET = {
+    *_CLASSES_OF_A_SET,
+    "fraction",
     "format",
     "root",
     "train",
@@ -413,23 +474,29 @@ _OF_A_SET = {
 
 
 def with_data(
-    config: ExperimentConfig, data: str | Path | ExperimentConfig | Mapping[str, Any]
+    config: ExperimentConfig,
+    data: str | Path | ExperimentConfig | Mapping[str, Any],
+    *,
+    same_classes: bool = False,
 ) -> ExperimentConfig:
     """Returns the configuration with other data and their number of classes.
 
     How images are read and augmented stays, unless `data` sets it; `resize` always stays, because
     the model was trained with it.
 
-    Args: data: a data.yaml or a folder, a configuration or its name, or a `data` section.
+    Args:
+        data: a data.yaml or a folder, a configuration or its name, or a `data` section.
+        same_classes: data.classes and data.single_class stay, too, as for an evaluation.
     Raises: ConfigError: no `data` section; DataError: the training split cannot be read.
     """
     tree = config.model_dump(mode="json")
-    settings = {key: tree["data"][key] for key in DataConfig.model_fields if key not in _OF_A_SET}
+    of_a_set = _OF_A_SET - (_CLASSES_OF_A_SET if same_classes else set())
+    settings = {key: tree["data"][key] for key in DataConfig.model_fields if key not in of_a_set}
     tree["data"] = {**settings, **_read_data_section(data), "resize": config.data.resize}
     # Any number, for the first of two passes: the classes are counted in the data it describes.
     tree["model"]["num_classes"] = 1
     section = parse_plain(tree, "data", (), ExperimentConfig).data
-    names = section.class_names or read_split(section, "train").class_names
+    names = selected_names(section) or read_split(section, "train").class_names
     tree["model"]["num_classes"] = len(names)
     return parse_plain(tree, "data", (), ExperimentConfig)
 

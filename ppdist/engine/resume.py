@@ -534,10 +534,14 @@ def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> list[
     return warnings
 
 
-def log_start(start: Start, schedule: ScheduleSetup, log: RunLog, record_every: int) -> None:
+def log_start(
+    start: Start, schedule: ScheduleSetup, log: RunLog, record_every: int, in_steps: bool
+) -> None:
     """Logs where the run resumes, and missing records or remaining steps.
 
-    Args: record_every: steps between two records of metrics.jsonl.
+    Args:
+        record_every: steps between two records of metrics.jsonl.
+        in_steps: the length of the run is in steps.
     """
     if start.snapshot is not None:
         log.info(f"resumed from {start.path} after step {start.step}")
@@ -557,8 +561,8 @@ def log_start(start: Start, schedule: ScheduleSetup, log: RunLog, record_every: 
     if start.snapshot.step >= schedule.total_steps:
         log.info(
             f"nothing left to train: this run ends after step {schedule.total_steps}; "
-            "`ppdist train --resume RUN --epochs +10` extends it (with -c: train.epochs, "
-            "train.max_steps)"
+            f"`ppdist train --resume RUN {'--steps +1000' if in_steps else '--epochs +10'}` "
+            f"extends it (with -c: train.{'steps' if in_steps else 'epochs'}, train.max_steps)"
         )
 
 

@@ -31,6 +31,7 @@ from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.engine.recipe import (
     ASIDE,
     FILE,
+    OPTION_KEYS,
     Recipe,
     TrainOptions,
     fit_recipe,
@@ -82,17 +83,21 @@ def plan_training(
     if data is None and config is None:
         assert resume.source is not None
         run = Path(resume.source)
-        option_items = options.items("batch", "weights", "image_size", "output_dir")
-        epochs = None if options.epochs is None else f"{options.epochs}"
-        longer, extends = config_of_run(run, epochs, [*option_items, *overrides])
+        # A length may be one to add, so it is no item.
+        names = [name for name in OPTION_KEYS if name not in ("epochs", "steps")]
+        epochs, steps = (
+            None if length is None else f"{length}" for length in (options.epochs, options.steps)
+        )
+        longer, extends = config_of_run(run, epochs, [*options.items(*names), *overrides], steps)
         return TrainingPlan(longer, replace(resume, extends=extends))
-    if isinstance(options.epochs, str):
+    if isinstance(options.epochs, str) or isinstance(options.steps, str):
+        name = "epochs" if isinstance(options.epochs, str) else "steps"
         raise ConfigError(
-            "+N epochs need a run to extend",
+            f"+N {name} need a run to extend",
             code="options_conflict",
-            where=f"epochs {options.epochs}",
+            where=f"{name} {options.epochs or options.steps}",
             fix='`ppdist train --resume RUN --epochs +50`, or train(resume=RUN, epochs="+50"); '
-            "RUN is the output_dir of a training",
+            "RUN is the output_dir of a training; steps likewise",
         )
     if data is not None:
         require_detector(options)

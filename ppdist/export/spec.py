@@ -26,6 +26,7 @@ from ppdist.config.preprocess import (
 )
 from ppdist.config.section import Section
 from ppdist.data.datasets.build import read_annotations
+from ppdist.data.datasets.selection import selected_names
 from ppdist.data.types import DetectionSet
 from ppdist.models.model_card import ModelCard, section_of
 
@@ -208,13 +209,14 @@ def validation_set(
         return read_annotations(data, "val", count)
     except (UserError, StorageError) as error:  # StorageError: a store without network
         origin = "are made up (class 0, ...)"
-        if data.class_names:
+        names = selected_names(data)
+        if names:
             origin = "are those of data.class_names"
         elif card is not None and len(card.class_names) == count:
             origin = "are those of the model card"
         ids = ", category ids are made up (1, 2, ...)" if data.format == "coco" else ""
         if card is not None and len(card.category_ids) == count:
-            ids = ids if data.class_names not in ((), card.class_names) else ""
+            ids = ids if names not in ((), card.class_names) else ""
         warn(f"class names {origin}{ids}: the validation set cannot be read: {error}")
         return None
 
@@ -230,7 +232,8 @@ def describe(
         card: of the weights; also gives licence and source.
     Raises: ConfigError: data.class_names does not name every class of the model.
     """
-    name_count = len(config.data.class_names)
+    names = selected_names(config.data)
+    name_count = len(names)
     if name_count and name_count != config.model.num_classes:
         raise ConfigError(
             f"data.class_names has {name_count} names but model.num_classes is "
@@ -241,7 +244,6 @@ def describe(
     model_keys = config.model.model_dump(exclude_none=True, exclude={"pretrained", "image_size"})
     count = config.model.num_classes
     card = card or ModelCard()
-    names = config.data.class_names
     if not names and len(card.class_names) == count:
         names = card.class_names
     names = names or tuple(f"class {i}" for i in range(count))

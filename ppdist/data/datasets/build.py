@@ -1,7 +1,8 @@
 """Reading of the `data:` section: one entrance to every annotation format.
 
     read_split -> reader of the format -> its part (`data.val_fraction`)
-               -> subset (`data.*.limit`) -> DetectionSet
+               -> its classes (`data.classes`, `data.single_class`)
+               -> subset (`data.*.limit`, `data.fraction`) -> DetectionSet
 
 A part and a subset are the same in every run and on every rank.  Before training the splits must
 agree on their classes, and their images must be on disk.
@@ -46,6 +47,7 @@ from ppdist.data.datasets.coco import (
 )
 from ppdist.data.datasets.folder import build_classified_set, read_csv, read_folder
 from ppdist.data.datasets.plausibility import check_boxes
+from ppdist.data.datasets.selection import select_classes, select_image_classes
 from ppdist.data.datasets.voc import read_voc
 from ppdist.data.datasets.yolo import label_folder, read_yolo
 from ppdist.data.types import (
@@ -122,7 +124,7 @@ def _load_or_read(
     """
     read = partial(_read_split, config, split, masks, all_images)
     fields = {"format", "train", "val", "test", "val_fraction", "class_names"}
-    fields |= {"bad_boxes", "duplicate_boxes"}
+    fields |= {"bad_boxes", "duplicate_boxes", "classes", "single_class", "fraction"}
     roots = os.path.abspath(config.root), config.root
     settings = [*roots, config.model_dump(include=fields), split, masks, all_images]
     result, from_cache = load_or_read(settings, read, force=False)
@@ -176,10 +178,13 @@ def dataset_from_raw(
     if config.task == "classify":
         labels = [(str(image.path), image.objects[0].label) for image in raw.images]
         dataset = build_classified_set(labels, raw.class_names, raw.source)
+        dataset = select_image_classes(dataset, config.classes)
     else:
-        dataset = to_detection_set(raw, config.bad_boxes, duplicates=config.duplicate_boxes)
+        columns = RawColumns.of(raw, masks=False)
+        columns = select_classes(columns, config.classes, config.single_class)
+        dataset = to_detection_set(columns, config.bad_boxes, duplicates=config.duplicate_boxes)
     dataset = replace(dataset, opener=raw.opener)
-    dataset = limit_images(dataset, _split_section(config, split).limit, f"data.{split}.limit")
+    dataset = _take_subset(config, split, dataset)
     check_classes(dataset, num_classes)
     check_objects(dataset)
     return dataset
@@ -257,15 +262,14 @@ def _read_split(config: DataConfig, split: Split, masks: bool, all_images: bool)
     """Reads a split from its files: its part, and of that at most `data.*.limit` images."""
     strictly = IssueLog()
     forget_folder_listings()
-    limit = None if all_images else _split_section(config, split).limit
-    key = f"data.{split}.limit"
     if config.task == "classify":
         dataset = _read_classified(config, split, strictly)
         warnings = strictly.report(dataset)
         dataset = replace(dataset, notes=(*dataset.notes, *warnings))
-        return ReadResult(
-            limit_images(dataset, limit, key), warnings, _collect_sources(config, split, ())
-        )
+        dataset = select_image_classes(dataset, config.classes)
+        if not all_images:
+            dataset = _take_subset(config, split, dataset)
+        return ReadResult(dataset, warnings, _collect_sources(config, split, ()))
     raw: RawSet | RawColumns
     if config.format == "coco":
         raw = _read_columns(config, split, strictly, masks)
@@ -275,7 +279,7 @@ def _read_split(config: DataConfig, split: Split, masks: bool, all_images: bool)
     columns = RawColumns.of(raw, masks=masks) if isinstance(raw, RawSet) else raw
     check_boxes(columns, config.format)
     dataset = to_detection_set(
-        columns,
+        select_classes(columns, config.classes, config.single_class),
         config.bad_boxes,
         duplicates=config.duplicate_boxes,
         masks=masks,
@@ -290,7 +294,8 @@ def _read_split(config: DataConfig, split: Split, masks: bool, all_images: bool)
         folders.update(os.path.dirname(image.where) for image in raw.images)
     elif strictly.has_kind("size_missing"):
         folders.update(map(os.path.dirname, raw.paths))
-    dataset = limit_images(dataset, limit, key)
+    if not all_images:
+        dataset = _take_subset(config, split, dataset)
     return ReadResult(dataset, dataset.notes, _collect_sources(config, split, folders))
 
 
@@ -486,6 +491,14 @@ def _classified_raw(dataset: DetectionSet) -> RawSet:
 
 
 _SEED = 0  # not that of the run, so that runs with other seeds use the same images
+
+
+def _take_subset(config: DataConfig, split: Split, dataset: DetectionSet) -> DetectionSet:
+    """Limits a split to the images of its `limit`, or of `data.fraction`."""
+    if split == "train" and config.fraction < 1:
+        count = max(1, round(config.fraction * len(dataset.records)))
+        return limit_images(dataset, count, f"data.fraction {config.fraction:g}")
+    return limit_images(dataset, _split_section(config, split).limit, f"data.{split}.limit")
 
 
 def limit_images(dataset: DetectionSet, limit: int | None, key: str) -> DetectionSet:
