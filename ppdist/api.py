@@ -439,8 +439,9 @@ def train(
             data, as `data`.
         overrides: `key.path=value`, as after -o, or a mapping of values by key, nested or not.
         data: a data.yaml (ultralytics, Roboflow) or a folder with COCO's JSON, Pascal VOC's XML or
-            YOLO's labels; everything else is decided from them.
-        model: the shipped recipe for `data`: "yolov5n", "ppyoloe_plus_s", ...
+            YOLO's labels, for a classifier with a folder of images for each class; everything else
+            is decided from them.
+        model: the shipped recipe for `data`: "yolov5n", "ppyoloe_plus_s", "yolov5s_cls", ...
         epochs: passes over the training images; "+50" extends the `resume` run by 50.
         batch: images on this card, or "auto".
         weights: a name or a file to start from, as model.pretrained.

@@ -302,12 +302,12 @@ def load_experiment(arguments: argparse.Namespace, command: str) -> "ExperimentC
             )
         return load_config(arguments.config, arguments.override)
     from ppdist.data.datasets.layout import find_layout
-    from ppdist.engine.recipe import TrainOptions, fit_recipe
+    from ppdist.engine.recipe import TrainOptions, fit_recipe, read_task
 
-    layout = find_layout(arguments.data)
+    options = TrainOptions(model or str(getattr(arguments, "recipe", RECIPE)))
+    layout = find_layout(arguments.data, read_task(options))
     for subject, reason in layout.notes:
         process.say(f"ppdist: note: {subject}: {reason}")
-    options = TrainOptions(model or str(getattr(arguments, "recipe", RECIPE)))
     return fit_recipe(layout, options, arguments.override, world=1).config
 
 

@@ -8,7 +8,8 @@ ppdist train --resume RUN [--epochs +50]
 fleetrun --nproc_per_node 2 ppdist train -c cfg.yml [--eval] [-o k=v]
 
 DATA: a data.yaml (ultralytics, Roboflow), or a folder with COCO's JSON, Pascal VOC's XML or YOLO's
-labels.  Everything else is decided, shown, and written to the output_dir as a configuration.
+labels; for a classifier a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg.
+Everything else is decided, shown, and written to the output_dir as a configuration.
 """
 
 import argparse
@@ -47,7 +48,8 @@ def parse() -> argparse.Namespace:
     fitted = parser.add_argument_group("with DATA (with -c these are keys of the configuration)")
     fitted.add_argument(
         "--model", metavar="NAME",
-        help="a shipped recipe: ppyoloe_plus_s, yolov5n, ... (ppdist config list)",
+        help="a shipped recipe: ppyoloe_plus_s, yolov5n, ..., for classes of whole images "
+        "yolov5s_cls (ppdist config list)",
     )  # fmt: skip
     length = fitted.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=_parse_length, metavar="N|+N",

@@ -406,10 +406,8 @@ def _explain_model(value: str) -> str:
     name = path.stem if path.suffix in (".pt", ".yaml", ".yml") else value
     name = name.replace("-", "_")  # rtdetr-l
     if find_config(f"{name}_imagenet") != f"{name}_imagenet":
-        return (
-            f"write `ppdist train -c {name}_imagenet --eval -o data.root=FOLDER "
-            "model.num_classes=N`, of folders of images, one for each class"
-        )
+        start = f" --weights {name}_imagenet" if path.suffix == ".pt" else ""
+        return f"write `DATA --model {name}{start}`; DATA: a folder of images for each class"
     if find_config(name) == name:  # no shipped config has this name
         examples = "`--model yolov5n`, `--model dfine_s`, ... (ppdist config list)"
         return f"ppdist trains YOLOv5, PP-YOLOE, RT-DETR and D-FINE: {examples}"

@@ -223,6 +223,7 @@ class YOLOv5ClsConfig(Section):
     """Size and parts of a YOLOv5 classifier."""
 
     task: ClassVar[Task] = "classify"
+    few_images: ClassVar[Mapping[str, Any]] = {}
     needs_nms: ClassVar[bool] = False
     name: Literal["yolov5_cls"] = Field(default="yolov5_cls", description="classifier family")
     size: Literal["n", "s", "m", "l", "x"] = Field(

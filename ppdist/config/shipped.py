@@ -2,6 +2,7 @@
 
     ppyoloe_plus_s_80e_coco                         the name of a file
     ppyoloe_plus_s                                  short for it: the recipe on COCO
+    yolov5s_cls                                     likewise, on ImageNet
     configs/ppyoloe/ppyoloe_plus_s_80e_coco.yml     its place in a clone
     _base_/coco.yml                                 a part, as `_BASE_` of a copy names it
 
@@ -14,7 +15,7 @@ import re
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_SHORT = re.compile(r"^(.+?)_\d+e_coco$")
+_SHORT = re.compile(r"^(.+?)_(?:\d+e_coco|imagenet)$")
 _CLONE_FOLDER = "configs"
 
 
@@ -32,7 +33,7 @@ def recipes() -> dict[str, Path]:
 
 
 def short_names() -> dict[str, str]:
-    """Maps short names of recipes on COCO, which leave out the length, to full ones."""
+    """Maps short names of recipes on COCO and ImageNet, which leave that out, to full ones."""
     matches = {name: _SHORT.match(name) for name in recipes()}
     return {match[1]: name for name, match in matches.items() if match}
 

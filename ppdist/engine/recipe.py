@@ -23,6 +23,7 @@ from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.config.migration import is_weights_as_model, refuse_options
 from ppdist.config.parse import override_items, parse_plain, parse_tree
 from ppdist.config.schema import matching_sections, sections_in
+from ppdist.config.section import Task
 from ppdist.config.shipped import find_config, near, recipes, short_names
 from ppdist.config.train import max_micro_batch
 from ppdist.config.yaml import BASE_KEY, Node, Place, Reader, dump, merge, tree_of
@@ -168,7 +169,7 @@ def fit_recipe(
     Args:
         overrides: -o items; they win.
         world: ranks.
-    Raises: ConfigError: no such recipe, or one that is not for boxes; an item is wrong.
+    Raises: ConfigError: no such recipe, or one for another task; an item is wrong.
         DataError: the data have no such class.
     """
     assert options.model is not None
@@ -181,11 +182,12 @@ def fit_recipe(
     typed_tree = reduce(merge, filter(None, nodes), Node({}, place, place))
     options = _apply_typed(options, typed_tree)
     section = _read_model_section(options, base)
+    _require_same_task(section, layout, options)
     held_images = 0 if layout.val is not None else max(1, round(VAL_FRACTION * layout.images))
     images = max(1, layout.images - held_images)
     choices = _choose_data(layout, layout.images - images, options, base)
     images = max(1, round((options.fraction or 1) * images))
-    choices += _choose_run(images, options, base, world, section.few_images)
+    choices += _choose_run(images, options, base, world, section)
     out = f"output/{layout.name}_{short_name}"
     choices.append(Choice("output_dir", out, "the names of data and model"))
     # The choices override the shipped recipe, and -o items override both.
@@ -283,36 +285,54 @@ def _require_matching_weights(name: str, weights: str) -> None:
         )
 
 
-def require_detector(options: TrainOptions) -> None:
-    """Checks that a recipe is for boxes, before data are read.
+def read_task(options: TrainOptions) -> Task:
+    """Returns the task of a recipe, before data are read.
 
-    Raises: ConfigError: no such recipe, or one that is not for boxes; WeightsError: missing weights
-        that are named like those of another recipe.
+    Raises: ConfigError: no such recipe, or one without a model; WeightsError: missing weights that
+        are named like those of another recipe.
     """
     assert options.model is not None
     _, short_name, file = _find_recipe(options.model)
-    _read_model_section(options, Reader().read_file(file))
+    section = _read_model_section(options, Reader().read_file(file))
     if options.weights:
         _require_matching_weights(short_name, options.weights)
+    task: Task = section.task
+    return task
 
 
 def _read_model_section(options: TrainOptions, base: Node) -> Any:
     """Returns the class of a recipe's `model` section.
 
-    Raises: ConfigError: the recipe is not for boxes.
+    Raises: ConfigError: it has no model.
     """
     sections = sections_in(ExperimentConfig.open_plugins(base, []).model_fields["model"].annotation)
     section: Any = matching_sections(sections, base.child("model"))[0]
-    if _read_value(base, "model.name") is None or section.task != "detect":
+    if _read_value(base, "model.name") is None:
         raise ConfigError(
-            "is a recipe for classifiers, but data given this way has boxes",
-            code="model_without_boxes",
+            "names no model",
+            code="model_missing",
             where=f"--model {options.model}",
-            fix="for folders of images, one for each class: `ppdist train -c "
-            f"{options.model} --eval -o data.root=FOLDER model.num_classes=N`; for boxes choose a "
-            "detector (ppdist config list)",
+            fix="choose a recipe of `ppdist config list`",
         )
     return section
+
+
+def _require_same_task(section: Any, layout: Layout, options: TrainOptions) -> None:
+    """Checks that a recipe is for data like these.
+
+    Raises: ConfigError: it is for classes of whole images, and the data have boxes, or vice versa.
+    """
+    if (section.task == "classify") == (layout.format == "folder"):
+        return
+    classifies = section.task == "classify"
+    raise ConfigError(
+        "is a recipe for classifiers, but the data have boxes"
+        if classifies
+        else "is a recipe for boxes, but the data are folders of classes",
+        code="model_without_boxes",
+        where=f"--model {options.model}",
+        fix=f"choose a {'detector' if classifies else 'classifier'} (ppdist config list)",
+    )
 
 
 def _choose_data(
@@ -365,15 +385,16 @@ def _choose_data(
 
 
 def _choose_run(
-    images: int, options: TrainOptions, base: Node, world: int, on_few: Mapping[str, Any]
+    images: int, options: TrainOptions, base: Node, world: int, section: Any
 ) -> list[Choice]:
     """Chooses epochs, batch size, warm-up, optimizer and intervals for the number of images.
 
     Args:
         images: of the training split.
         base: the shipped recipe.
-        on_few: `few_images` of the model: its settings for few images.
+        section: class of the recipe's `model`: its task, and its settings for few images.
     """
+    on_few: Mapping[str, Any] = section.few_images
     recipe_epochs = _read_value(base, "train.epochs")
     if not isinstance(recipe_epochs, int | float):
         raise ConfigError(
@@ -394,7 +415,7 @@ def _choose_run(
         reason = f"--steps: {epochs:.3g} epochs of about {steps_per_epoch}"
         choices = [Choice("train.steps", steps, reason)]
     else:
-        epochs, reason = _choose_epochs(images, options, float(recipe_epochs), tuning)
+        epochs, reason = _choose_epochs(images, options, float(recipe_epochs), tuning, section.task)
         choices, steps = (
             [Choice("train.epochs", epochs, reason)],
             steps_per_epoch * math.ceil(epochs),
@@ -427,12 +448,12 @@ def _choose_run(
 
 
 def _choose_epochs(
-    images: int, options: TrainOptions, recipe_epochs: float, tuning: bool
+    images: int, options: TrainOptions, recipe_epochs: float, tuning: bool, task: Task
 ) -> tuple[float, str]:
     """Chooses the epochs, and gives the reason."""
     if options.epochs is not None:
         return float(options.epochs), "--epochs"
-    if images >= _FEW_IMAGES:
+    if images >= _FEW_IMAGES or task == "classify":
         return recipe_epochs, "as in the recipe"
     usual_epochs, images_seen = (
         (_EPOCHS_TUNING, _IMAGES_SEEN_TUNING) if tuning else (_EPOCHS, _IMAGES_SEEN)
@@ -492,7 +513,11 @@ def with_data(
     tree = config.model_dump(mode="json")
     of_a_set = _OF_A_SET - (_CLASSES_OF_A_SET if same_classes else set())
     settings = {key: tree["data"][key] for key in DataConfig.model_fields if key not in of_a_set}
-    tree["data"] = {**settings, **_read_data_section(data), "resize": config.data.resize}
+    tree["data"] = {
+        **settings,
+        **_read_data_section(data, config.model.task),
+        "resize": config.data.resize,
+    }
     # Any number, for the first of two passes: the classes are counted in the data it describes.
     tree["model"]["num_classes"] = 1
     section = parse_plain(tree, "data", (), ExperimentConfig).data
@@ -502,7 +527,7 @@ def with_data(
 
 
 def _read_data_section(
-    data: str | Path | ExperimentConfig | Mapping[str, Any],
+    data: str | Path | ExperimentConfig | Mapping[str, Any], task: Task
 ) -> Mapping[str, Any]:
     """Returns the `data` section of anything that `data=` and DATA accept."""
     if isinstance(data, Mapping):
@@ -510,7 +535,7 @@ def _read_data_section(
     if isinstance(data, ExperimentConfig):
         return data.data.model_dump(mode="json")
     if is_layout(data):
-        return find_layout(str(data)).section()
+        return find_layout(str(data), task).section()
     return load_config(data).data.model_dump(mode="json")
 
 

@@ -35,7 +35,7 @@ from ppdist.engine.recipe import (
     Recipe,
     TrainOptions,
     fit_recipe,
-    require_detector,
+    read_task,
     write_recipe,
 )
 from ppdist.engine.suitability import findings_of
@@ -100,10 +100,10 @@ def plan_training(
             "RUN is the output_dir of a training; steps likewise",
         )
     if data is not None:
-        require_detector(options)
+        task = read_task(options)
         if options.weights is not None and not is_name(options.weights):
             require_there(Path(options.weights))  # before all labels are read
-        recipe = fit_recipe(find_layout(str(data)), options, overrides, comm.world_size())
+        recipe = fit_recipe(find_layout(str(data), task), options, overrides, comm.world_size())
         return TrainingPlan(recipe.config, resume, recipe)
     option_items = [*options.items(), *overrides]
     if isinstance(config, ExperimentConfig):

@@ -292,3 +292,17 @@ def test_options_that_do_not_go_together_are_told(words, code, monkeypatch):
     with pytest.raises((ConfigError, ValueError)) as caught:
         train.main()
     assert caught.value.code == code
+
+
+def test_folders_of_classes_train_and_evaluate_by_their_names(monkeypatch, tmp_path):
+    for place in ("train/cat", "train/dog", "val/cat", "val/dog"):
+        (tmp_path / place).mkdir(parents=True)
+        for number in range(2):
+            pixels = np.random.RandomState(number).randint(0, 255, (32, 32, 3), np.uint8)
+            cv2.imwrite(str(tmp_path / place / f"{number}.png"), pixels)
+    out = tmp_path / "out"
+    words = ("--epochs", 1, "--batch", 2, "--image-size", 32, *SMALL, f"output_dir={out}")
+    run(monkeypatch, tmp_path, "--model", "yolov5s_cls", *words)
+    assert any("top1" in each for each in records(out))
+    card = model_card.read_card(out)
+    assert card.class_names == ("cat", "dog") and card.task == "classify"

@@ -4,6 +4,7 @@ data.yaml of ultralytics and Roboflow    path, train, val: a folder, several, or
 COCO folder                              annotations/*.json, or train/_annotations.coco.json
 VOC folder                               XML anywhere, with or without ImageSets
 YOLO folder                              images/, labels/ and classes.txt
+folders of classes, for a classifier     train/CLASS/, val/CLASS/, or CLASS/
 """
 
 import json
@@ -22,6 +23,7 @@ from ppdist.common.addresses import is_remote
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.migration import is_data_yaml
+from ppdist.config.section import Task
 from ppdist.config.yaml import Node, Reader, describe_value, problems_error
 from ppdist.data.datasets.annotations import (
     KINDS,
@@ -40,6 +42,7 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.coco import read_index
+from ppdist.data.datasets.folder import read_folder
 from ppdist.data.datasets.voc import xml_files
 from ppdist.data.datasets.yolo import is_label, label_folder, nearest_class_list
 from ppdist.data.image import is_image_name
@@ -74,7 +77,7 @@ class Layout:
     """
 
     name: str
-    format: Literal["coco", "voc", "yolo"]
+    format: Literal["coco", "voc", "yolo", "folder"]
     root: Path
     train: SplitConfig
     val: SplitConfig | None
@@ -109,10 +112,12 @@ def is_layout(path: str | Path) -> bool:
     return path.is_dir() or (path.is_file() and is_data_yaml(Reader().read_alone(str(path))))
 
 
-def find_layout(source: str) -> Layout:
+def find_layout(source: str, task: Task = "detect") -> Layout:
     """Detects the layout of a data set by its files.
 
-    Args: source: a data.yaml or a folder.
+    Args:
+        source: a data.yaml or a folder.
+        task: of the model; classify: looks for folders of classes alone.
     Raises: DataError: no readable data set, or ambiguous.  ConfigError: malformed YAML.
     """
     if is_remote(source):
@@ -126,7 +131,10 @@ def find_layout(source: str) -> Layout:
         raise DataError(message, code="data_not_found", where=source, fix=fix)
     forget_folder_listings()
     try:
-        layout = _detect_layout(Path(source), source)
+        if task == "classify":
+            layout = _detect_class_folders(Path(source))
+        else:
+            layout = _detect_layout(Path(source), source)
         _require_utf8_paths(layout)
         return layout
     except OSError as error:
@@ -200,11 +208,74 @@ def _detect_layout(path: Path, source: str) -> Layout:
     _refuse_foreign(below, source)
     images = sum(map(_is_image, below))
     if images:
-        message = f"has {images} images but no labels"
-        raise DataError(message, code="labels_missing", where=source, fix=_KINDS)
+        message, fix = f"has {images} images but no labels", _KINDS
+        if any(map(_find_class_folders, _unwrap_folders(path))):
+            message += ", in folders that may be classes"
+            fix = f"for one class an image choose a classifier: --model yolov5s_cls; else {_KINDS}"
+        raise DataError(message, code="labels_missing", where=source, fix=fix)
     names = sorted(entry.name for entry in path.iterdir())[:8]
     message = f"holds no annotations in a known format (it has: {', '.join(names) or 'nothing'})"
     raise DataError(message, code="data_kind_unknown", where=source, fix=_KINDS)
+
+
+# --- folders of classes ---------------------------------------------------------------------------
+
+
+def _detect_class_folders(path: Path) -> Layout:
+    """Finds the folders of classes in train/ and val/ of a folder, or in the folder itself.
+
+    Raises: DataError: there are none.
+    """
+    for folder in _unwrap_folders(path) if path.is_dir() else ():
+        images_of_split = _find_class_folders(folder)
+        if images_of_split:
+            train_set = read_folder(folder, folder / images_of_split["train"], ())
+            train, val, test = (
+                SplitConfig(images=images_of_split[split]) if split in images_of_split else None
+                for split in _SPLITS
+            )
+            assert train is not None
+            return Layout(
+                name=_folder_name(folder),
+                format="folder",
+                root=Path(os.path.abspath(folder)),
+                train=train,
+                val=val,
+                test=test,
+                class_names=train_set.class_names,
+                images=len(train_set.records),
+                notes=(
+                    *(("folders of classes", note) for note in train_set.notes),
+                    *_test_note(test is not None),
+                ),
+            )
+    raise DataError(
+        "has no folders of images, one for each class",
+        code="class_folders_missing",
+        where=str(path),
+        fix="expected train/CLASS/1.jpg and val/CLASS/2.jpg, or CLASS/1.jpg, with two classes or "
+        "more; for boxes choose a detector: --model yolov5s",
+    )
+
+
+def _find_class_folders(folder: Path) -> dict[str, str]:
+    """Finds the folders that hold folders of classes, by split; {}: there are none."""
+    splits = {
+        split: _require_one(places, split, folder)
+        for split, places in _split_folders(folder).items()
+    }
+    if "train" in splits:
+        holds_classes = all(map(_holds_class_folders, splits.values()))
+        return {split: place.name for split, place in splits.items()} if holds_classes else {}
+    return {"train": "."} if not splits and _holds_class_folders(folder) else {}
+
+
+def _holds_class_folders(folder: Path) -> bool:
+    """Returns True if two folders or more have images, and none is named as a part of a set."""
+    below = [entry for entry in folder.iterdir() if entry.is_dir() and not is_ignored(entry.name)]
+    if any(entry.name.lower() in _PARTS for entry in below):
+        return False
+    return sum(map(_holds_images, below)) >= 2
 
 
 # --- unused files beside the labels, and formats that are not read --------------------------------

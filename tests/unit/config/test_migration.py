@@ -122,7 +122,7 @@ def test_file_of_another_trainer_is_one_message(tmp_path, text, code, said):
         ("d.yaml name=a lr0=1 project=runs", "write `-o output_dir=runs/a`"),
         ("d.yaml --model yolov5n.pt", "write `DATA --model yolov5n --weights yolov5n_coco`"),
         ("d.yaml --amp", "an option of PaddleDetection and ultralytics; write `-o train.amp.en"),
-        ("model=yolov5s-cls.pt", "`ppdist train -c yolov5s_cls_imagenet --eval -o data.root="),
+        ("model=yolov5s-cls.pt", "`DATA --model yolov5s_cls --weights yolov5s_cls_imagenet`"),
     ],
 )  # fmt: skip
 def test_foreign_option_is_answered(words, said):

@@ -10,7 +10,7 @@ from ppdist.config.model import YOLOv5Config
 from ppdist.config.shipped import short_names
 from ppdist.data.datasets.layout import Layout
 from ppdist.engine.build import build_schedule_setup
-from ppdist.engine.recipe import Recipe, TrainOptions, fit_recipe, require_detector
+from ppdist.engine.recipe import Recipe, TrainOptions, fit_recipe, read_task
 from tests.errors import raises
 
 
@@ -20,13 +20,15 @@ def fitted(
     overrides: tuple[str, ...] = (),
     world: int = 1,
     split: bool = True,
+    format: str = "yolo",
     **wishes: object,
 ) -> Recipe:
+    train = SplitConfig(images=("a/images", "b/images") if format == "yolo" else "a")
     layout = Layout(
         name="cells",
-        format="yolo",
+        format=format,
         root=Path("/data/cells"),
-        train=SplitConfig(images=("a/images", "b/images")),
+        train=train,
         val=SplitConfig(images="val/images") if split else None,
         class_names=("cat", "no"),
         images=images,
@@ -50,7 +52,7 @@ def test_written_file_is_the_run(model, split, tmp_path):
     assert all(f"#   {' '.join(filter(None, row[:2]))}: " in recipe.text for row in recipe.rows)
 
 
-@pytest.mark.parametrize("model", short_names())
+@pytest.mark.parametrize("model", [name for name in short_names() if "cls" not in name])
 def test_every_short_name_fits(model):
     recipe = fitted(model, world=2)
     assert recipe.config.output_dir == f"output/cells_{model}"
@@ -139,6 +141,39 @@ def test_unfit_model_is_told(model, code, said):
         fitted(model)
 
 
+def test_folders_of_classes_take_the_epochs_of_their_recipe():
+    with raises("model_without_boxes", "choose a classifier"):
+        fitted(format="folder")
+    recipe = fitted("yolov5s_cls", format="folder", split=False, classes=["no"])
+    config = recipe.config
+    assert (config.data.format, config.train.epochs, config.data.val_fraction) == (
+        "folder",
+        100,
+        0.2,
+    )
+    assert (config.output_dir, config.model.num_classes) == ("output/cells_yolov5s_cls", 1)
+
+
+def test_a_part_of_the_set_changes_what_is_decided():
+    whole, part = fitted(), fitted(fraction=0.5, classes=["no"], single_class=True)
+    assert part.config.train.epochs == 2 * whole.config.train.epochs
+    assert part.config.model.num_classes == 1 and part.config.data.classes == ("no",)
+    assert fitted(overrides=("data.classes=[no]",)).config.model.num_classes == 1
+    assert {"data.fraction", "data.classes", "data.single_class"} <= {row[0] for row in part.rows}
+    with raises("class_unknown", "did you mean cat?"):
+        fitted(classes=["cats"])
+
+
+def test_steps_take_the_place_of_epochs():
+    recipe = fitted(steps=1000, batch=10)
+    schedule = build_schedule_setup(recipe.config, 200)
+    assert schedule.total_steps == 1000 and schedule.epochs == 50
+    assert fitted(epochs=50, batch=10).config.evaluate == recipe.config.evaluate
+    assert build_schedule_setup(fitted(epochs=50, batch=10).config, 200) == schedule
+    with raises("options_conflict"):
+        fitted(steps=3, epochs=2)
+
+
 def test_a_model_says_what_few_images_change(monkeypatch):
     monkeypatch.setattr(YOLOv5Config, "few_images", {"optimizer.lr": 0.5})
     config = fitted().config
@@ -161,9 +196,9 @@ def test_a_wrong_option_of_python_is_one_problem(option, value):
 
 def test_absent_weights_are_those_of_the_model():
     with raises("weights_not_found", "write `--weights yolov5n_coco`"):
-        require_detector(TrainOptions("yolov5n", weights="yolov5s.pt"))
+        read_task(TrainOptions("yolov5n", weights="yolov5s.pt"))
     for weights in ("yolov5n.pt", "yolov5s_coco", "mine.pt"):
-        require_detector(TrainOptions("yolov5n", weights=weights))
+        read_task(TrainOptions("yolov5n", weights=weights))
 
 
 def test_a_short_run_is_told_in_its_own_numbers():

@@ -714,3 +714,38 @@ def test_what_is_no_data_set_is_told(tmp_path):
     touch(tmp_path, "notes.md", "one/x.md", "two/x.md")
     write(tmp_path, "some.yaml", "- no mapping\n")
     assert "notes.md, one, some.yaml, two" in refused(tmp_path, "data_kind_unknown")
+
+
+def classes_below(root: Path, *folders: str) -> None:
+    for folder in folders:
+        touch(
+            root, *(f"{folder}/{name}/{number}.jpg" for name in ("cat", "dog") for number in "12")
+        )
+
+
+@pytest.mark.parametrize(
+    ("folders", "train", "val"),
+    [
+        (("train", "val", "test"), "train", "val"),
+        (("Training", "valid"), "Training", "valid"),
+        (("train",), "train", None),
+        ((".",), ".", None),
+        (("flowers",), ".", None),  # a folder around them
+    ],
+)
+def test_folders_of_classes_are_found_for_a_classifier(tmp_path, folders, train, val):
+    classes_below(tmp_path, *folders)
+    layout = find_layout(str(tmp_path), "classify")
+    assert (layout.format, layout.class_names, layout.images) == ("folder", ("cat", "dog"), 4)
+    assert layout.train.images == train
+    assert (layout.val.images if layout.val else None) == val
+    config = DataConfig(**layout.section() | ({} if val else {"val": {"images": train}}))
+    assert len(read_raw(config, "train", ignore_issue).images) == (4 if val else 3)
+    assert "classifier" in refused(tmp_path, "labels_missing")  # of a detector, which says so
+
+
+def test_a_set_of_boxes_has_no_folders_of_classes(tmp_path):
+    touch(tmp_path, "train/images/a.jpg", "train/labels/b.jpg", "val/images/a.jpg")
+    for place in (tmp_path, tmp_path / "train", tmp_path / "none"):
+        with raises("class_folders_missing"):
+            find_layout(str(place), "classify")
