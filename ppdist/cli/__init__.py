@@ -288,7 +288,12 @@ def load_experiment(arguments: argparse.Namespace, command: str) -> "ExperimentC
 
     Args: arguments: of a parser with `add_data`.  command: as users type it, for messages.
     """
-    from ppdist.config.experiment import load_config
+    from ppdist.engine.recipe import (
+        TrainOptions,
+        fit_recipe,
+        load_config_with_data,
+        read_task,
+    )
 
     require_one_source(arguments, command)
     model: str | None = getattr(arguments, "model", None)
@@ -300,9 +305,8 @@ def load_experiment(arguments: argparse.Namespace, command: str) -> "ExperimentC
                 where=f"{command} -c {arguments.config}",
                 fix="choose the model with -c NAME",
             )
-        return load_config(arguments.config, arguments.override)
+        return load_config_with_data(arguments.config, arguments.override)
     from ppdist.data.datasets.layout import find_layout
-    from ppdist.engine.recipe import TrainOptions, fit_recipe, read_task
 
     options = TrainOptions(model or str(getattr(arguments, "recipe", RECIPE)))
     layout = find_layout(arguments.data, read_task(options))

@@ -245,7 +245,7 @@ class DataConfig(Section):
     def describe_selection(self) -> str:
         """Describes the keys that select a part of the set; "": all of it is used."""
         parts = [f"classes {', '.join(map(str, self.classes))}"] if self.classes else []
-        parts += ["as a single class"] if self.single_class else []
+        parts += ["objects as one class"] if self.single_class else []
         parts += [f"{self.fraction:g} of the training images"] if self.fraction < 1 else []
         return ", ".join(parts)
 

@@ -15,11 +15,13 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ppdist.common.errors import ConfigError, WeightsError
+from ppdist.common.addresses import is_remote
+from ppdist.common.errors import ConfigError, DataError, WeightsError
 from ppdist.common.files import bytes_of, make_folder, replace_file, writing
-from ppdist.common.process import printable
+from ppdist.common.job import launched_rank
+from ppdist.common.process import printable, say
 from ppdist.config.data import DataConfig
-from ppdist.config.experiment import ExperimentConfig, load_config
+from ppdist.config.experiment import ExperimentConfig, apply_overrides, load_config
 from ppdist.config.migration import is_weights_as_model, refuse_options
 from ppdist.config.parse import override_items, parse_plain, parse_tree
 from ppdist.config.schema import matching_sections, sections_in
@@ -480,6 +482,7 @@ def _choose_batch(
 
 # --- other data -----------------------------------------------------------------------------------
 
+_FILES = ("format", "train", "val", "test", "val_fraction")  # keys of `data` that say where
 _CLASSES_OF_A_SET = {"classes", "single_class"}
 _OF_A_SET = {
     *_CLASSES_OF_A_SET,
@@ -537,6 +540,41 @@ def _read_data_section(
     if is_layout(data):
         return find_layout(str(data), task).section()
     return load_config(data).data.model_dump(mode="json")
+
+
+def load_config_with_data(path: str | Path, overrides: Sequence[str]) -> ExperimentConfig:
+    """Loads a configuration, with the layout of another `data.root` if it has not its files.
+
+    So `-c RECIPE -o data.root=SET` reads what `SET --model RECIPE` would.  Where the layout cannot
+    be told, the configuration stays, and reading it says what is missing.
+
+    Args: path, overrides: as for `load_config`.
+    """
+    config = load_config(path, overrides)
+    typed_keys = {item.partition("=")[0] for item in overrides}
+    given_keys = {key for key in typed_keys if key.removeprefix("data.").split(".")[0] in _FILES}
+    data = config.data
+    if "data.root" not in typed_keys or given_keys or data.reader or is_remote(data.root):
+        return config
+    parts = (*data.train.image_folders, *data.train.annotation_files)
+    root = Path(data.root)
+    if not root.is_dir() or all((root / name).exists() for name in parts):
+        return config
+    try:
+        layout = find_layout(data.root, config.model.task)
+        selection = {key: getattr(data, key) for key in (*_CLASSES_OF_A_SET, "fraction")}
+        fitted = with_data(config, {**layout.section(), **selection})
+    except (ConfigError, DataError):
+        return config
+    if launched_rank() == 0:
+        absent = next(name for name in parts if not (root / name).exists())
+        say(
+            f"ppdist: note: {root / absent} is not there: data.root is read as {layout.format}, "
+            f"{layout.images} images, {len(layout.class_names)} classes, as behind `ppdist train`"
+        )
+    return apply_overrides(
+        fitted, [item for item in overrides if not item.startswith("data.root=")]
+    )
 
 
 def file_of_plan(recipe: Recipe, output_dir: Path) -> str:

@@ -12,7 +12,7 @@ from ppdist.common.eta import PLOTTING
 from ppdist.common.job import hosts_change
 from ppdist.common.records import commands
 from ppdist.common.run_log import RunLog
-from ppdist.config.experiment import ExperimentConfig, apply_overrides, load_config
+from ppdist.config.experiment import ExperimentConfig, apply_overrides
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.layout import find_layout
 from ppdist.data.types import DetectionSet, Split
@@ -35,6 +35,7 @@ from ppdist.engine.recipe import (
     Recipe,
     TrainOptions,
     fit_recipe,
+    load_config_with_data,
     read_task,
     write_recipe,
 )
@@ -108,7 +109,7 @@ def plan_training(
     option_items = [*options.items(), *overrides]
     if isinstance(config, ExperimentConfig):
         return TrainingPlan(apply_overrides(config, option_items), resume)
-    return TrainingPlan(load_config(str(config), option_items), resume)
+    return TrainingPlan(load_config_with_data(str(config), option_items), resume)
 
 
 def run_training(

@@ -16,7 +16,7 @@ from ppdist.cli import train
 from ppdist.common.errors import ConfigError
 from ppdist.config.experiment import load_config
 from ppdist.engine import run as engine_run
-from ppdist.engine.recipe import Recipe, write_recipe
+from ppdist.engine.recipe import Recipe, load_config_with_data, write_recipe
 from ppdist.models import model_card
 from tests.errors import raises
 from tests.forked import run_on_two_ranks, succeeded
@@ -306,3 +306,14 @@ def test_folders_of_classes_train_and_evaluate_by_their_names(monkeypatch, tmp_p
     assert any("top1" in each for each in records(out))
     card = model_card.read_card(out)
     assert card.class_names == ("cat", "dog") and card.task == "classify"
+
+
+def test_a_recipe_finds_the_layout_of_another_root_as_data_does(project, tmp_path, capsys):
+    for place, kind in (("yaml", "yolo"), ("coco", "coco"), ("voc", "voc")):
+        root = f"data.root={project / place}"
+        config = load_config_with_data("yolov5n", [root, "data.single_class=true", "seed=3"])
+        assert (config.data.format, config.model.num_classes, config.seed) == (kind, 1, 3)
+        assert config.data.single_class and "train2017" in capsys.readouterr().err
+    assert load_config_with_data("yolov5n", [root, "model.num_classes=5"]).model.num_classes == 5
+    for items in ([root, "data.train.images=x"], [f"data.root={tmp_path}"], ["seed=3"]):
+        assert load_config_with_data("yolov5n", items) == load_config("yolov5n", items)
