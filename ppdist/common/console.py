@@ -102,14 +102,15 @@ class Opening:
     Attributes:
         width: columns of the console.
         left: lines that may still be shown.
-        withheld: messages that were not shown.
+        warnings, notes: how many of each were not shown.
     """
 
     width: int
     left: int = _OPENING_LINES
-    withheld: int = 0
+    warnings: int = 0
+    notes: int = 0
 
-    def shorten(self, text: str) -> str:
+    def shorten(self, text: str, is_warning: bool = True) -> str:
         """Shortens a message to the lines that are left; "": none are."""
         limit = _WARNING_LINES * self.width
         text = " ".join(text.split())
@@ -117,10 +118,20 @@ class Opening:
             text = _shorten_words(text, limit)
         lines = math.ceil(len(text) / self.width)
         if lines > self.left:
-            self.withheld += 1
+            if is_warning:
+                self.warnings += 1
+            else:
+                self.notes += 1
             return ""
         self.left -= lines
         return text
+
+    def describe_withheld(self) -> str:
+        """Describes what was not shown: `2 more warnings, 3 notes`; "": nothing."""
+        counts = {"more warning": self.warnings, "note": self.notes}
+        return ", ".join(
+            f"{number} {noun}{'s' * (number > 1)}" for noun, number in counts.items() if number
+        )
 
 
 def _shorten_words(text: str, limit: int) -> str:
@@ -183,8 +194,9 @@ class ConsoleHandler(logging.Handler):
             return
         is_warning = record.levelno >= logging.WARNING
         text = log_line(record)
-        if self.opening is not None and (is_warning or getattr(record, "note", False)):
-            shortened = self.opening.shorten(text)
+        is_limited = is_warning or getattr(record, "note", False)
+        if self.opening is not None and is_limited and not getattr(record, "whole", False):
+            shortened = self.opening.shorten(text, is_warning)
             record.cut = shortened != text
             text = shortened
         if not text:

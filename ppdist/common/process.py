@@ -192,8 +192,8 @@ class _PlainHandler(logging.Handler):
 
 
 # `extra=` of a log record: for train.log alone; shown on the console without its time; shortened
-# there as warnings are before the first step.
-DETAIL, BARE, NOTE = {"detail": True}, {"bare": True}, {"note": True}
+# there as warnings are before the first step; never shortened.
+DETAIL, BARE, NOTE, WHOLE = {"detail": True}, {"bare": True}, {"note": True}, {"whole": True}
 
 
 def log_line(record: logging.LogRecord) -> str:

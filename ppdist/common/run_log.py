@@ -407,11 +407,11 @@ class RunLog:
         """Ends the limit of `Opening` at the first step."""
         if not self._is_open or self._to_console.opening is None:
             return
-        withheld, self._to_console.opening = self._to_console.opening.withheld, None
-        if withheld:
-            where = self._output_dir / "train.log"
-            text = f"{withheld} more message{'s' * (withheld > 1)}; full text: {where}"
-            self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        opening, self._to_console.opening = self._to_console.opening, None
+        if withheld := opening.describe_withheld():
+            text = f"{withheld}: see {self._output_dir / 'train.log'}"
+            style = "yellow" if opening.warnings else ""
+            self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def _start_tracker(self, target: str, run: TrackedRun) -> TrackerProcess:
         """Starts the process of a tracker."""

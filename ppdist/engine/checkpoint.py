@@ -208,27 +208,41 @@ def _write_durably(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def room_warning(folder: Path, snapshot: Snapshot, keep: int) -> str:
-    """Returns a warning if the disk has too little space for the files of a run, else "".
+def check_room(folder: Path, snapshot: Snapshot, count: int, moments: int = 0) -> str:
+    """Checks the free space for the checkpoints of a run, before its first step.
 
-    Args: keep: see `CheckpointWriter`; the best checkpoint and the one being written come on top.
+    Args:
+        count: checkpoints that lie there at the same time.
+        moments: arrays of the size of the model that the first step adds to the snapshot.
+    Returns: a warning if older checkpoints will have to go early; else "".
+    Raises: CheckpointError: not even one checkpoint fits.
     """
-    size, count = _count_bytes(snapshot.groups), keep + 2
+    size = _count_bytes(snapshot.groups) + moments * _count_bytes({"": snapshot.groups["model"]})
     needed = count * size + _BESIDE_BYTES
     try:
-        used_bytes = sum(
-            file.stat().st_size for path in _list_checkpoints(folder) for file in path.iterdir()
-        )
+        checkpoints = _list_checkpoints(folder)
+        used_bytes = {
+            path: sum(file.stat().st_size for file in path.iterdir()) for path in checkpoints
+        }
+        linked_paths = {(folder / name).resolve() for name in ("best", "last")}
         free = free_disk(folder)
     except OSError:  # an estimate that cannot be made ends no run
         return ""
-    if free + used_bytes >= needed:
+    # As `prune_to_newest` deletes.
+    spare = sum(used_bytes[path] for path in checkpoints[1:] if path.resolve() not in linked_paths)
+    if free + spare < size:
+        raise CheckpointError(
+            f"{free / 1e6:.0f} MB are free, and one checkpoint takes {size / 1e6:.0f} MB",
+            code="disk_full",
+            where=f"{folder.parent}",
+            fix="delete files there, or write to another disk: -o output_dir=PATH",
+        )
+    if free + sum(used_bytes.values()) >= needed:
         return ""
     return (
-        f"output_dir: {free / 1e6:.0f} MB are free at {folder.parent}; checkpoint.keep: {keep} and "
-        f"with it the best and the one being written, of {size / 1e6:.1f} MB each, logs and "
-        f"pictures take {needed / 1e6:.0f} MB: where the disk is full, older checkpoints go first; "
-        f"delete files, or set another output_dir or a smaller checkpoint.keep"
+        f"{folder.parent}: {free / 1e6:.0f} MB are free, and {count} checkpoints of "
+        f"{size / 1e6:.0f} MB, logs and pictures take {needed / 1e6:.0f} MB: old checkpoints will "
+        "go early; delete files, or lower checkpoint.keep"
     )
 
 

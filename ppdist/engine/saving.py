@@ -1,18 +1,20 @@
 """Saving: the checkpoints of a run on disk.  Rank 0 writes them, while all ranks train on."""
 
 import logging
+import math
 from collections.abc import Callable
 
 from ppdist.common.errors import CheckpointError
 from ppdist.common.eta import SAVING
 from ppdist.common.files import is_lost, require_held
 from ppdist.common.job import note_saved
+from ppdist.common.process import WHOLE
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.checkpoint import (
     CheckpointWriter,
     Snapshot,
+    check_room,
     newest_step,
-    room_warning,
     set_aside,
 )
 from ppdist.engine.output_dirs import OutputDirs
@@ -105,10 +107,17 @@ class Saving:
             self._log.warning(message)
         self.saved_step, self._owed = -1, False
 
-    def warn_of_room(self, snapshot: Snapshot) -> None:
-        """Warns if the disk has no room for the checkpoints that will be kept."""
-        if comm.is_main() and (warning := room_warning(self.folder, snapshot, self.writer.keep)):
-            self._log.warning(warning)
+    def require_room(self, snapshot: Snapshot, moments: int) -> None:
+        """Checks that the disk takes the checkpoints; warns if it takes few.  Collective.
+
+        Args: moments: see `check_room`.
+        Raises: CheckpointError: on every rank: not even one fits.
+        """
+        saves = math.ceil(self._last / self._every) if self._every else 2
+        count = min(self.writer.keep + 2, saves)  # with the best and the one being written
+        warning = comm.run_on_main(lambda: check_room(self.folder, snapshot, count, moments))
+        if warning and comm.is_main():
+            _LOGGER.warning(warning, extra=WHOLE)
 
     def warn_of_troubles(self) -> None:
         """Warns of writes that have failed since the last call."""

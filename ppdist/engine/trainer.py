@@ -156,7 +156,9 @@ class Trainer:
         self._end_epoch()  # an attempt that lost its images may have saved it without a report
         snapshot = self._capture()
         self._keep(snapshot)
-        self.saving.warn_of_room(snapshot)
+        if self.has_steps_left:
+            moments = 2 if self.schedule.optimizer.name == "adamw" else 1
+            self.saving.require_room(snapshot, 0 if snapshot.groups["optimizer"] else moments)
         self._seek()
         self.log.eta.begin_steps()
         return Next.CONTINUE

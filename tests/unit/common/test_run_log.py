@@ -15,7 +15,7 @@ import pytest
 
 from ppdist.common.console import EarlyLog, Opening
 from ppdist.common.errors import ConfigError
-from ppdist.common.process import DETAIL
+from ppdist.common.process import DETAIL, WHOLE
 from ppdist.common.records import read_metrics
 from ppdist.common.run_log import RunLog
 from tests.errors import raises
@@ -175,6 +175,8 @@ def test_the_console_is_short_before_the_first_step(tmp_path, capsys):
     with open_log(tmp_path, early=early) as log:
         for number in range(8):
             log.warning(f"warning {number}")
+        log.note("a note")
+        logging.getLogger("ppdist.engine").warning("disk " * 60, extra=WHOLE)
         log.headline("model", "yolov5 n")
         log.progress(1, {})
         log.warning("long " * 60)
@@ -182,7 +184,9 @@ def test_the_console_is_short_before_the_first_step(tmp_path, capsys):
     assert 154 < len(lines[0]) <= 160, "two lines of 80 columns"
     assert lines[0].endswith("boxes ...")
     assert [line[-1] for line in lines[1:5]] == ["0", "1", "2", "3"]
-    assert lines[5] == "model     yolov5 n" and lines[6].startswith("4 more messages")
+    assert lines[5].endswith("disk " * 60), "what loses a run is whole"
+    assert lines[6] == "model     yolov5 n"
+    assert lines[7].startswith("4 more warnings, 1 note: ")
     assert lines[-1].endswith("long " * 60), "later ones are whole"
     text = (tmp_path / "train.log").read_text()
     assert all(each in text for each in ("boxes " * 60, "details", "warning 7", "yolov5 n"))

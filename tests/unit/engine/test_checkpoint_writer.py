@@ -17,11 +17,11 @@ from ppdist.engine import checkpoint as checkpoint_writer
 from ppdist.engine.checkpoint import (
     CheckpointWriter,
     Snapshot,
+    check_room,
     newest_valid,
     point_at_step,
     prune,
     read_checkpoint,
-    room_warning,
     save_checkpoint,
     set_aside,
 )
@@ -216,9 +216,11 @@ def test_a_disk_for_two_checkpoints_takes_any_number(small_disk, monkeypatch):
 
 
 def test_too_small_a_disk_is_said_beforehand(small_disk):
-    text = room_warning(small_disk / "checkpoints", snapshot(1, floats=100_000), keep=3)
-    assert "1 MB" in text and "0.4 MB" in text
-    assert room_warning(Path("/tmp/checkpoints"), snapshot(1), keep=3) == ""
+    folder = small_disk / "checkpoints"
+    assert "1 MB" in check_room(folder, snapshot(1, floats=100_000), count=5)
+    with raises("disk_full"):  # with what the first step adds, not even one fits
+        check_room(folder, snapshot(1, floats=100_000), count=5, moments=2)
+    assert check_room(Path("/tmp/checkpoints"), snapshot(1), count=5) == ""
 
 
 def test_no_inodes_left_is_said(small_disk, monkeypatch):
