@@ -5,7 +5,7 @@ start            starts a program; start_here: in the session of this process
 run_command      runs a program until it ends or its time is up
 output_of        runs a program and returns what it prints
 ForkedChild      runs a function in a forked child
-run_in_child     the same, until it ends or its time is up
+begin_in_child   the same, beside what this process does next, until its time is up
 """
 
 import ctypes
@@ -285,13 +285,14 @@ class ForkedChild:
         return None
 
 
-def run_in_child(work: Callable[[], object], seconds: float) -> str:
-    """Runs `work` in a forked child, so that its crash harms nothing here.
+def begin_in_child(work: Callable[[], object], seconds: float) -> Callable[[], str]:
+    """Begins `work` in a forked child, so that its crash harms nothing here.
 
-    The child's log messages are logged here.
+    The child's log messages are logged here, while this process waits.
 
     Args: work: see ForkedChild; seconds: the timeout.
-    Returns: the failure as text; "": there is none.
+    Returns: a function to call once, which waits for the end and returns the failure as text;
+        "": there is none.
     """
     read_end, write_end = os.pipe()
     # Otherwise the child would write the buffered text again.
@@ -316,16 +317,22 @@ def run_in_child(work: Callable[[], object], seconds: float) -> str:
     except OSError as error:
         os.close(read_end)
         os.close(write_end)
-        return f"no process for it: {error.strerror}"
+        failure = f"no process for it: {error.strerror}"
+        return lambda: failure
     os.close(write_end)
-    in_time = _forward_log(read_end, time.monotonic() + seconds)
-    os.close(read_end)
-    code = child.end()
-    if not in_time:
-        return f"not done after {seconds:g} s"
-    if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return "an error" if code else ""
+    deadline = time.monotonic() + seconds
+
+    def wait() -> str:
+        in_time = _forward_log(read_end, deadline)
+        os.close(read_end)
+        code = child.end()
+        if not in_time:
+            return f"not done after {seconds:g} s"
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return "an error" if code else ""
+
+    return wait
 
 
 class _PipeHandler(logging.Handler):

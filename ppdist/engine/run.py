@@ -3,10 +3,11 @@
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ppdist.common import process
-from ppdist.common.child import run_in_child
+from ppdist.common.child import begin_in_child
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.eta import PLOTTING
 from ppdist.common.job import hosts_change
@@ -47,7 +48,7 @@ from ppdist.models.base import ImageModel
 from ppdist.models.model_card import names_for
 from ppdist.models.weights import load_all_weights, require_there
 from ppdist.models.zoo import is_name
-from ppdist.viz.run_plots import draw_labels, draw_run
+from ppdist.viz.run_plots import EVALUATION, METRICS, draw_labels, draw_run
 
 _DRAWING_SECONDS = 600.0  # usually about ten
 _MOST_CLASSES = 12  # rows of the final table: the weakest classes
@@ -151,24 +152,21 @@ def run_training(
         if recipe is not None:
             _log_recipe(recipe, experiment.log, output_dir, earlier_runs, evaluate)
         status = experiment.trainer.fit()
+        wait_for_plots = None
         if comm.is_main() and status == 0:  # a stopped run may be killed if it is slow to end
-            experiment.log.info(f"drawing {output_dir / 'plots'}")
-            experiment.log.flush()  # plots are drawn from its files
-            with experiment.log.spending(PLOTTING, experiment.trainer.state.step):
-                failed = run_in_child(
-                    lambda: _draw(output_dir, experiment, config), _DRAWING_SECONDS
-                )
-            if failed:
-                experiment.log.warning(
-                    f"the training has completed, but drawing {output_dir / 'plots'} failed "
-                    f"({failed}); to draw them: {commands(output_dir)[0][1]}"
-                )
+            wait_for_plots = _begin_plots(output_dir, experiment, config)
         try:
-            if comm.is_main() and not hosts_change():
+            ends = comm.is_main() and not hosts_change()
+            try:
+                outcome = summarise_run(output_dir) if ends else []  # beside the drawing
+            finally:
+                if wait_for_plots is not None:
+                    wait_for_plots()
+            if ends:
                 todo = list_next_commands(output_dir, config)
                 if experiment.trainer.has_steps_left:
                     todo = [("continue", build_resume_command(output_dir, evaluate)), *todo]
-                experiment.log.run_summary(summarise_run(output_dir), todo)
+                experiment.log.run_summary(outcome, todo)
         except Exception as error:  # a table must not fail the run
             experiment.log.warn_once("the summary", error)
         return status
@@ -217,13 +215,47 @@ def _log_recipe(
         log.note(note)
 
 
-def _draw(output_dir: Path, experiment: Experiment, config: ExperimentConfig) -> None:
-    """Plots the run and its sets; runs in a child process, because an image may crash a decoder."""
+def _begin_plots(
+    output_dir: Path, experiment: Experiment, config: ExperimentConfig
+) -> Callable[[], None]:
+    """Begins to draw a run; returns a function that waits for the end and warns of a failure."""
+    log = experiment.log
+    log.info(f"drawing {output_dir / 'plots'}")
+    log.flush()  # plots are drawn from its files
+    waits = [  # a processor each
+        begin_in_child(partial(_draw, output_dir, experiment, config, file), _DRAWING_SECONDS)
+        for file in (METRICS, EVALUATION)
+    ]
+
+    def wait_for_plots() -> None:
+        with log.spending(PLOTTING, experiment.trainer.state.step):
+            failed = ", ".join(dict.fromkeys(filter(None, [wait() for wait in waits])))
+        if failed:
+            log.warning(
+                f"the training has completed, but drawing {output_dir / 'plots'} failed "
+                f"({failed}); to draw them: {commands(output_dir)[0][1]}"
+            )
+
+    return wait_for_plots
+
+
+def _draw(output_dir: Path, experiment: Experiment, config: ExperimentConfig, file: str) -> None:
+    """Plots a file of the run, and its sets beside the evaluation.
+
+    It runs in a child process, because an image may crash a decoder.
+    """
     import cv2
 
     cv2.setNumThreads(0)  # its threads do not survive a fork
-    log = experiment.log  # its progress bar is free, as the parent process only waits
-    draw_run(output_dir, tell=lambda done, total: log.busy(f"plots {done}/{total}", done, total))
+    if file == METRICS:
+        draw_run(output_dir, files=(METRICS,))
+        return
+    log = experiment.log  # its progress bar is free: the parent shows nothing meanwhile
+    draw_run(
+        output_dir,
+        tell=lambda done, total: log.busy(f"plots {done}/{total}", done, total),
+        files=(EVALUATION,),
+    )
     draw_labels(output_dir, experiment.sets, config.data, config.model.image_size)
 
 

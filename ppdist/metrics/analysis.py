@@ -48,6 +48,7 @@ from ppdist.metrics.scored import count_duplicates, scored_images
 
 MAX_MATRIX_ROWS = 200  # largest confusion matrix, in rows, that is written cell by cell
 _MOST_CELLS = 20_000
+MISSED, EXTRA = "(missed)", "(extra)"  # names of the last column and row of the matrix
 MAX_CURVES = 100  # classes with curves at most; a larger set has them of its commonest classes
 _CURVES_OF_MANY = 20
 _EVERY = 10  # of CONFIDENCE_T's steps is kept: 0.01 is fine enough for a curve
@@ -309,11 +310,11 @@ def confusion_pairs(
     truth: GroundTruth, detections: Detections, kind_F: np.ndarray, about_F: np.ndarray,
     confident_F: np.ndarray, classes: int,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Pairs the true and the detected class of detections and objects.
+    """Pairs the true and the detected class of objects and detections, each counted once.
 
-    By the types of `classify_errors`, so that matrix and error types agree: the true class of a
-    detection that is correct, or of a wrong class, is that of its object, of any other detection
-    the background.  The detected class of an object with neither is the background, too.
+    An object is called what its correct detection says, else the surest one of a wrong class, else
+    background: it is missed.  The true class of a detection by which no object is called is the
+    background: it is extra.  Types are those of `classify_errors`.
 
     Args: confident_F: bool, which detections count.
     Returns: int64 [K], [K].
@@ -323,14 +324,17 @@ def confusion_pairs(
         kind_F[confident_F],
         about_F[confident_F],
     )
-    on_object_F = (kind_F == Kind.CORRECT) | (kind_F == Kind.CLASS)
+    # Detections are sorted by score, and a stable sort puts the correct ones before them.
+    naming_F = np.flatnonzero((kind_F == Kind.CORRECT) | (kind_F == Kind.CLASS))
+    naming_F = naming_F[np.argsort(kind_F[naming_F] == Kind.CLASS, kind="stable")]
+    naming_F = naming_F[np.unique(about_F[naming_F], return_index=True)[1]]
     true_F = np.full(len(kind_F), classes)
-    true_F[on_object_F] = truth.label_G[about_F[on_object_F]]
-    left_G = ~truth.crowd_G
-    left_G[about_F[on_object_F]] = False
-    counted_F, left_K = kind_F != Kind.IGNORED, truth.label_G[left_G]
-    true_K = np.append(true_F[counted_F], left_K)
-    return true_K, np.append(label_F[counted_F], np.full(len(left_K), classes))
+    true_F[naming_F] = truth.label_G[about_F[naming_F]]
+    missed_G = ~truth.crowd_G
+    missed_G[about_F[naming_F]] = False
+    counted_F, missed_K = kind_F != Kind.IGNORED, truth.label_G[missed_G]
+    true_K = np.append(true_F[counted_F], missed_K)
+    return true_K, np.append(label_F[counted_F], np.full(len(missed_K), classes))
 
 
 def confusion_table(true_K: np.ndarray, called_K: np.ndarray, size: int) -> dict[str, Any]:

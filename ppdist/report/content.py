@@ -13,7 +13,7 @@ from ppdist.common.errors import ConfigError
 from ppdist.common.eta import duration
 from ppdist.config.experiment import experiment_of
 from ppdist.config.parse import leaves
-from ppdist.metrics.analysis import CLASS_HEADINGS
+from ppdist.metrics.analysis import CLASS_HEADINGS, EXTRA, MISSED
 from ppdist.metrics.findings import Finding
 from ppdist.metrics.run import Numbers, Run
 from ppdist.metrics.verdict import judge_run
@@ -99,7 +99,7 @@ def _cell(value: object) -> object:
 
 
 def _confusion_table(evaluation: Mapping[str, Any]) -> Table | None:
-    """Lists the pairs of classes that are confused most often."""
+    """Lists the pairs of classes that are confused most often, then what is missed or extra."""
     confusion = evaluation.get("confusion") or {}
     counts, true_counts, cells = (
         confusion.get(key) or [] for key in ("counts", "true_counts", "cells")
@@ -116,15 +116,22 @@ def _confusion_table(evaluation: Mapping[str, Any]) -> Table | None:
         row.get("objects") or sums for row, sums in zip(rows, true_counts)
     ] + true_counts[len(rows) :]
     labels = [*(evaluation.get("class_names") or [row.get("name") for row in rows])]
-    if len(true_counts) == len(labels) + 1:
-        labels.append("background")
+    background = len(labels) if len(true_counts) == len(labels) + 1 else None
     labels += [f"#{label}" for label in range(len(labels), len(true_counts))]
-    mistakes = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])
-    pairs = [
-        [labels[true], labels[predicted], times, times / max(1, true_counts[true])]
-        for true, predicted, times in mistakes[:_MOST_PAIRS]
-        if times > 0
-    ]
+    mistakes = sorted(
+        (cell for cell in cells if cell[0] != cell[1]),
+        key=lambda cell: (background in cell[:2], -cell[2]),
+    )
+    pairs: list[list[Any]] = []
+    for true, predicted, times in mistakes[:_MOST_PAIRS]:
+        if times > 0:
+            # Of what is no object there is no share.
+            part = None if true == background else times / max(1, true_counts[true])
+            names = [
+                EXTRA if true == background else labels[true],
+                MISSED if predicted == background else labels[predicted],
+            ]
+            pairs.append([*names, times, part])
     return Table(["true", "predicted", "times", "of the true"], pairs) if pairs else None
 
 

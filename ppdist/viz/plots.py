@@ -10,13 +10,13 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import cv2
 import numpy as np
 from matplotlib import font_manager
 from matplotlib.axes import Axes
-from matplotlib.axis import XAxis, YAxis
+from matplotlib.axis import XAxis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
@@ -28,6 +28,7 @@ from ppdist.common.errors import DataError
 from ppdist.common.files import make_folder, write_whole
 from ppdist.data.checks.statistics import Objects, count_per_class
 from ppdist.data.image import read_image
+from ppdist.metrics.analysis import EXTRA, MISSED
 from ppdist.metrics.run import Numbers, Run
 from ppdist.storage.files import STORAGE
 from ppdist.viz.draw import (
@@ -116,7 +117,7 @@ def show_verbatim(*texts: Text) -> None:
 
 
 def legend(axes: Axes, **placement: Any) -> None:
-    """Adds a legend that shows names verbatim; none if nothing has a name."""
+    """Adds a legend beside the axes that shows names verbatim; none if nothing has a name."""
     handles, names = axes.get_legend_handles_labels()
     if names:
         show_verbatim(*axes.legend(handles, names, **placement).get_texts())
@@ -132,6 +133,7 @@ def panels(
     xlabel: str = "",
     title: str = "",
     grid: bool = True,
+    layout: Literal["constrained", "none"] = "constrained",
 ) -> tuple[Figure, list[Axes]]:
     """Makes a new figure; returns it, and its axes row by row.
 
@@ -143,7 +145,7 @@ def panels(
     """
     across = min(count, across)
     down = -(-count // across)
-    figure = Figure(figsize=(across * width, down * height + besides), layout="constrained")
+    figure = Figure(figsize=(across * width, down * height + besides), layout=layout)
     axes = list(np.ravel(figure.subplots(down, across, squeeze=False)))
     for unused in axes[count:]:
         unused.set_visible(False)
@@ -158,13 +160,15 @@ def panels(
 
 # Curves of classes.
 
-_MOST_NAMED_CURVES = 16  # classes whose lines have a name
+_MOST_NAMED_CURVES = 16  # classes; of more, the weakest have a name, and all others are grey
+_WEAKEST = 8
 _CURVE_NAME_LETTERS = 24  # letters
 
 
 def pr_curve(evaluation: Mapping[str, Any]) -> Figure | None:
-    """Draws precision over recall: a curve per class and a thick mean; None: there are no such
-    curves.
+    """Draws precision over recall: a curve per class, of very many the weakest, and a thick mean.
+
+    Returns: None: there are no such curves.
     """
     curves, metrics = evaluation.get("curves") or {}, evaluation.get("metrics") or {}
     if not curves.get("precision_CR"):
@@ -180,8 +184,11 @@ def pr_curve(evaluation: Mapping[str, Any]) -> Figure | None:
     if len(indices) > _MOST_NAMED_CURVES:
         axes.plot(recall_R, precision_CR[measured_C].T, color="0.7", linewidth=0.6, alpha=0.7)
         # One entry of the legend stands for all the grey lines.
-        axes.plot([], [], color="0.7", label=f"{len(indices)} classes")
-        styles = []
+        axes.plot([], [], color="0.7", label=f"{len(indices)} classes; the weakest:")
+        label_C, rows = curves["curve_classes"], evaluation["per_class"]
+        indices.sort(key=lambda index: rows[label_C[index]].get("AP50") or 0.0)
+        indices = indices[:_WEAKEST]
+        styles = [*range(len(indices))]
     elif max(styles, default=0) >= len(CLASS_COLOURS) * len(DASHES):  # a few of very many classes
         styles = [*range(len(indices))]
     for index, style in zip(indices, styles):
@@ -299,6 +306,11 @@ _SCORES = {
 # First scores of the panel in which the best evaluation is marked.
 _RANKING_METRICS = ("mAP", "top1")
 _SPREAD = 20  # a curve with a larger ratio gets a logarithmic axis
+# Legends below the label of the axis, where they hide no curve.
+_BELOW: dict[str, Any] = {
+    "loc": "upper center", "bbox_to_anchor": (0.5, -0.21), "ncols": 4, "fontsize": 8,
+    "frameon": False, "columnspacing": 1.2, "handlelength": 1.6, "borderaxespad": 0,
+}  # fmt: skip
 _LOW = 0.3  # if the best score is below, the axis ends below 1
 _FEW = 60  # up to this many points are drawn raw; beyond that a running mean is added
 
@@ -341,7 +353,9 @@ def results(run: Run, title: str) -> Figure | None:
     step_R, evaluated_R = (
         _x_positions(run, column(records, "step")) for records in (run.train, run.evaluations)
     )
-    figure, panel_axes = panels(count, _ACROSS, 4, 3.1, 0.4, xlabel=_x_unit(run), title=title)
+    figure, panel_axes = panels(
+        count, _ACROSS, 4, 3.4, 0.4, xlabel=_x_unit(run), title=title, layout="none"
+    )
     for axes, name in zip(panel_axes, losses):
         validation = f"val_{name}"
         _curve(axes, step_R, column(run.train, name), "training")
@@ -352,7 +366,7 @@ def results(run: Run, title: str) -> Figure | None:
             )  # fmt: skip
         _scale_axis(axes, [column(run.train, name), column(run.evaluations, validation)])
         axes.set_title(name)
-        legend(axes, fontsize=8)
+        legend(axes, **_BELOW)
     for axes, (what, present) in zip(panel_axes[len(losses) :], scores.items()):
         highest = 0.0
         for colour, marker, name in zip(COLOURS, MARKERS, present):
@@ -367,7 +381,13 @@ def results(run: Run, title: str) -> Figure | None:
             axes.plot(*best, "o", markersize=10, markerfacecolor="none", color="black", label=label)
         axes.set_ylim(0, 1 if highest > _LOW or not highest else 1.2 * highest)
         axes.set_title(what)
-        legend(axes, fontsize=8)
+        legend(axes, **_BELOW)
+    # Constrained layout finds about these margins, and takes as long as all else together.
+    width, height = figure.get_size_inches()
+    figure.subplots_adjust(
+        left=0.6 / width, right=1 - 0.15 / width, wspace=0.2,
+        bottom=0.75 / height, top=1 - 0.75 / height, hspace=0.5,
+    )  # fmt: skip
     return figure
 
 
@@ -409,17 +429,18 @@ def _scale_axis(axes: Axes, values: Sequence[np.ndarray]) -> None:
 # Confusion of classes.
 
 _BESIDE = 20  # classes; with more, the two matrices stand one below the other
-_MOST_NAMED_ROWS = 100  # classes; with more, neither names nor numbers would be readable
+_MOST_ROWS = 80  # classes; of more, the most confused are drawn, so that all can be read
+_MOST_CONFUSED = 40  # of them
 _ROW_NAME_LETTERS = 18  # letters
 _LETTERS_ACROSS = 50  # of horizontal names below a matrix; more letters are written upright
-_BACKGROUND = "background"
+_OTHERS = "(others)"
 
 
 def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
     """Draws the confusion matrices in percent of the true objects and in counts.
 
-    The diagonal is the recall.  An object with detections of several classes counts for each, so a
-    row may exceed 100 %.
+    A row sums to the objects of its class: the diagonal is the recall, then come other classes,
+    those that are not drawn, and what is missed.  Detections that are extra have a row in counts.
 
     Returns: None: there is no confusion, or no object and no detection in it.
     """
@@ -432,74 +453,95 @@ def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
         counts_SS = np.array(matrix, np.int64)
         rows, columns = np.nonzero(counts_SS)
         cells = np.stack([rows, columns, counts_SS[rows, columns]], axis=1)
-    label_S, note = _drawn_classes(cells, size)
-    if not len(label_S):
-        return None
-    place_S = np.full(size, -1)
-    place_S[label_S] = np.arange(len(label_S))
-    places = place_S[cells[:, :2]]
-    inside = (places >= 0).all(1)
-    counts = np.zeros((len(label_S), len(label_S)))
-    counts[tuple(places[inside].T)] = cells[inside, 2]
     class_names = [*evaluation["class_names"]]
-    names = [
-        drawable(class_names[label], label, _ROW_NAME_LETTERS)
-        if label < len(class_names)
-        else _BACKGROUND
-        for label in label_S.tolist()  # of a classifier there is no background
-    ]
-    beside = len(names) <= _BESIDE
-    side = float(np.clip(0.205 * len(names), 3.2, 18)) + 2.4
-    title, iou, confidence = "confusion", table.get("iou"), table.get("confidence")
-    if iou is not None and confidence is not None:
-        title += f" of boxes that meet with IoU {iou:g} or more, confidence {confidence:.3g}"
-    width = side if beside else side + 0.6
-    figure, (shares, absolute) = panels(2, 1 + beside, width, side, title=title + note, grid=False)
+    of_boxes = size == len(class_names) + 1  # of a classifier nothing is missed or extra
+    classes = size - of_boxes
+    label_C = _drawn_classes(cells, classes)
+    if not len(label_C):
+        return None
+    drawn, cut = len(label_C), len(label_C) < classes
+    place_S = np.full(size, drawn)  # that of other classes
+    place_S[label_C] = np.arange(drawn)
+    place_S[classes:] = drawn + cut
+    edge = drawn + cut + of_boxes
+    counts = np.zeros((drawn + cut + 1, drawn + cut + 1))
+    np.add.at(counts, tuple(place_S[cells[:, :2]].T), cells[:, 2])
     true_S = np.array(table.get("true_counts") or np.bincount(cells[:, 0], cells[:, 2], size))
     for label, row in enumerate(evaluation.get("per_class") or ()):
         true_S[label] = row.get("objects") or true_S[label]
-    _draw_matrix(
-        shares, 100 * counts / np.maximum(true_S[label_S], 1)[:, None], names, Normalize(0, 100)
-    )
-    _draw_matrix(absolute, counts, names, PowerNorm(0.4, 0, max(1.0, counts.max())))
-    of_boxes = _BACKGROUND in names[-1:]
+    true_C = true_S[label_C]
+    if cut:  # of very many classes the smallest cells are not written
+        counts[:drawn, drawn] = 0
+        counts[:drawn, drawn] = np.maximum(0, true_C - counts[:drawn].sum(1))
+    names = [drawable(class_names[label], label, _ROW_NAME_LETTERS) for label in label_C.tolist()]
+    across = [*names, *[_OTHERS] * cut, *[MISSED] * of_boxes]
+    beside = edge <= _BESIDE
+    side = float(np.clip(0.205 * edge, 3.2, 18)) + 2.4
+    title, iou, confidence = "confusion", table.get("iou"), table.get("confidence")
+    if iou is not None and confidence is not None:
+        title += f" of boxes that meet with IoU {iou:g} or more, confidence {confidence:.3g}"
+    if cut:
+        title += f"; the {drawn} most confused of {classes} classes"
+    width = side if beside else side + 0.6
+    figure, (shares, absolute) = panels(2, 1 + beside, width, side, title=title, grid=False)
+    part = 100 * counts[:drawn, :edge] / np.maximum(true_C, 1)[:, None]
+    _draw_matrix(shares, part, names, across, drawn, Normalize(0, 100))
+    shown = counts[:drawn, :edge]
+    down = names
+    if of_boxes:
+        shown, down = np.vstack([shown, counts[drawn + cut, :edge]]), [*names, EXTRA]
+    norm = PowerNorm(0.4, 0, max(1.0, shown.max()))
+    _draw_matrix(absolute, shown, down, across, drawn, norm)
     shares.set_title("% of the true objects" if of_boxes else "% of the true images")
-    absolute.set_title("detections" if of_boxes else "images")
+    absolute.set_title("number of objects, and of extra detections" if of_boxes else "images")
     return figure
 
 
-def _drawn_classes(cells_K3: np.ndarray, size: int) -> tuple[np.ndarray, str]:
-    """Chooses the rows of a confusion matrix that are drawn; returns them, and a note.
+def _drawn_classes(cells_K3: np.ndarray, classes: int) -> np.ndarray:
+    """Chooses the classes of a confusion matrix that are drawn: of very many the most confused.
 
-    If there are more classes than can be named, they are those with objects or detections; if there
-    are more of these, too, the most confused ones.
+    First those that are taken for other classes or these for them, then those with most that is
+    missed or extra, then those with objects.
     """
-    if size <= _MOST_NAMED_ROWS + 1:
-        return np.arange(size), ""
+    if classes <= _MOST_ROWS:
+        return np.arange(classes)
     true_K, called_K, count_K = cells_K3.T
     wrong_K = count_K * (true_K != called_K)
-    present_S = np.zeros(size, bool)
-    present_S[true_K], present_S[called_K] = True, True
-    wrong_S = np.bincount(true_K, wrong_K, size) + np.bincount(called_K, wrong_K, size)
-    order_S = np.lexsort((-wrong_S, ~present_S))[: _MOST_NAMED_ROWS + 1]
-    drawn_S = np.sort(order_S[present_S[order_S]])
-    choice = "most confused" if present_S.sum() > len(drawn_S) else "with objects or detections"
-    return drawn_S, f"; {len(drawn_S)} of {size} rows: those {choice}"
+    confused_K = wrong_K * (np.maximum(true_K, called_K) < classes)
+
+    def per_class(count_K: np.ndarray) -> np.ndarray:
+        total_S = np.bincount(true_K, count_K, classes + 1)
+        return (total_S + np.bincount(called_K, count_K, classes + 1))[:classes]
+
+    present_C = per_class(count_K) > 0
+    order_C = np.lexsort((-per_class(wrong_K), -per_class(confused_K), ~present_C))
+    order_C = order_C[:_MOST_CONFUSED]
+    return np.sort(order_C[present_C[order_C]])
 
 
-def _draw_matrix(axes: Axes, value: np.ndarray, names: Sequence[str], norm: Normalize) -> None:
-    """Draws a matrix: fields below a half stay white, others show a number."""
+def _draw_matrix(
+    axes: Axes,
+    value: np.ndarray,
+    down: Sequence[str],
+    across: Sequence[str],
+    classes: int,
+    norm: Normalize,
+) -> None:
+    """Draws a matrix: fields below a half stay white, others show a number.
+
+    Args: down, across: names of its rows and columns; a line parts the first `classes` of them.
+    """
     axes.imshow(np.ma.masked_less(value, 0.5), cmap=MAP, norm=norm, interpolation="nearest")
-    axes.set(xlabel="predicted", ylabel="true")
-    if len(names) > _MOST_NAMED_ROWS + 1:
-        return
-    letters = 10.0 if len(names) <= 12 else 7.5 if len(names) <= 40 else 6.5
-    places = range(len(names))
-    upright = len(names) * max(map(len, names)) > _LETTERS_ACROSS
-    axes.set_xticks(places, names, rotation=90 if upright else 0, fontsize=letters)
-    axes.set_yticks(places, names, fontsize=letters)
+    axes.set(xlabel="predicted", ylabel="true", anchor="N")
+    letters = 10.0 if len(across) <= 12 else 7.5 if len(across) <= 41 else 6.5
+    upright = len(across) * max(map(len, across)) > _LETTERS_ACROSS
+    axes.set_xticks(range(len(across)), across, rotation=90 if upright else 0, fontsize=letters)
+    axes.set_yticks(range(len(down)), down, fontsize=letters)
     show_verbatim(*axes.get_xticklabels(), *axes.get_yticklabels())
-    digits = 9.0 if len(names) <= 12 else 6.5 if len(names) <= 40 else 5.0
+    for names, draw_line in ((across, axes.axvline), (down, axes.axhline)):
+        if len(names) > classes:
+            draw_line(classes - 0.5, color="0.4", linewidth=1)
+    digits = 9.0 if len(across) <= 12 else 6.5 if len(across) <= 41 else 5.0
     for row, column in zip(*np.nonzero(value >= 0.5)):
         dark = norm(value[row, column]) > 0.5
         axes.text(
@@ -517,7 +559,8 @@ def _short(value: float) -> str:
 
 # The objects of the sets.
 
-_MOST_COUNT_BARS = 80
+_MOST_COUNT_BARS = 80  # classes; of more, the most and the least common are drawn
+_COMMONEST = _RAREST = 20
 _UNEVEN = (
     30  # a larger ratio of counts needs a logarithmic axis, for the smallest bar to be visible
 )
@@ -541,37 +584,43 @@ def _draw_classes(splits: Mapping[str, Objects], class_names: Sequence[str], box
     """Draws objects (with boxes) and images of each class, the most common on top."""
     counts = {name: count_per_class(objects, len(class_names)) for name, objects in splits.items()}
     order_C = np.argsort(-next(iter(counts.values()))[0], kind="stable")
-    fits_bars = len(class_names) <= _MOST_COUNT_BARS
     titles = {0: "objects of each class", 1: "images that show it"}
     if not boxes:
         titles = {1: "images of each class"}
-    height = 1.5 + (0.32 * len(class_names) if fits_bars else 5)
-    figure = Figure(figsize=(1 + 6 * len(titles), max(3.0, height)), layout="constrained")
-    columns = figure.subplots(1, len(titles), sharey=fits_bars, squeeze=False)[0]
+    cut = len(order_C) > _MOST_COUNT_BARS
+    if cut:
+        order_C = np.concatenate([order_C[:_COMMONEST], order_C[-_RAREST:]])
+    figure = Figure(
+        figsize=(5.4 * len(titles), max(3.0, 1.5 + 0.32 * len(order_C))), layout="constrained"
+    )
+    columns = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
     thick = 0.8 / len(splits)
     for axes, (quantity, title) in zip(columns, titles.items()):
         series = {name: count[quantity][order_C] for name, count in counts.items()}
         for position, (colour, (name, count_C)) in enumerate(zip(COLOURS, series.items())):
-            if fits_bars:
-                offset = (position - (len(series) - 1) / 2) * thick
-                places_C = np.arange(len(count_C)) + offset
-                bars = axes.barh(places_C, count_C, thick, color=colour, label=name)
-                axes.bar_label(bars, [f"{count}" for count in count_C], padding=2, fontsize=7)
-            else:  # too many for bars
-                axes.plot(count_C, ".", color=colour, label=name, markersize=3)
-                axes.set_xlabel("classes, sorted by frequency")
-        _scale_count_axis(axes.xaxis if fits_bars else axes.yaxis, series)
+            offset = (position - (len(series) - 1) / 2) * thick
+            places_C = np.arange(len(count_C)) + offset
+            bars = axes.barh(places_C, count_C, thick, color=colour, label=name)
+            axes.bar_label(bars, [f"{count}" for count in count_C], padding=2, fontsize=7)
+        if cut:
+            axes.axhline(_COMMONEST - 0.5, color="0.4", linewidth=1)
+        _scale_count_axis(axes.xaxis, series)
         axes.set_title(title)
-    if fits_bars:
-        names = [drawable(class_names[label], label) for label in order_C]
-        columns[0].set_yticks(range(len(order_C)), names)
-        columns[0].set_ylim(len(order_C) - 0.5, -0.5)
-        show_verbatim(*columns[0].get_yticklabels())
-    figure.legend(*columns[0].get_legend_handles_labels(), loc="outside right upper")
+    if cut:
+        figure.suptitle(
+            f"the {_COMMONEST} commonest and the {_RAREST} rarest of {len(class_names)} classes"
+        )
+    names = [drawable(class_names[label], label) for label in order_C]
+    columns[0].set_yticks(range(len(order_C)), names)
+    columns[0].set_ylim(len(order_C) - 0.5, -0.5)
+    show_verbatim(*columns[0].get_yticklabels())
+    figure.legend(
+        *columns[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(splits)
+    )
     return figure
 
 
-def _scale_count_axis(axis: XAxis | YAxis, series: Mapping[str, np.ndarray]) -> None:
+def _scale_count_axis(axis: XAxis, series: Mapping[str, np.ndarray]) -> None:
     """Scales a count axis from 0, logarithmic if values lie far apart.
 
     An eighth stays free for annotations.

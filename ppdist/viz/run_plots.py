@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LOGGER = logging.getLogger("ppdist")
-_DRAWN = ("metrics.jsonl", "evaluation.json")
+METRICS, EVALUATION = "metrics.jsonl", "evaluation.json"
 _ENDS = {
     "total": "completed",
     "early_stopping": "early stopping",
@@ -39,6 +39,7 @@ def draw_run(
     output_dir: Path,
     image_folders: Sequence[Path] | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
+    files: tuple[str, ...] = (METRICS, EVALUATION),
 ) -> list[Path]:
     """Draws metrics.jsonl and evaluation.json of a folder into its folder `plots`.
 
@@ -49,6 +50,7 @@ def draw_run(
         image_folders: only images in them are shown; None: the folders of the set in the
             configuration in output_dir.
         tell: called before each picture with the number of pictures done.
+        files: those to draw.
     Returns: the files that were written.
     """
     folder, written = output_dir / "plots", list[Path]()
@@ -56,11 +58,11 @@ def draw_run(
         require_no_link(folder)
         from ppdist.viz import plots  # a broken matplotlib counts as a missing one
 
-        has_records = any((output_dir / name).exists() for name in _DRAWN)
+        has_records = any((output_dir / name).exists() for name in files)
         run = read_run(output_dir) if has_records else Run(output_dir)
-        failed = [problem for problem in run.problems if problem.startswith(_DRAWN)]
+        failed = [problem for problem in run.problems if problem.startswith(files)]
         images = validation_folders(run.config) if image_folders is None else image_folders
-        pictures = _pictures(run, images)
+        pictures = _pictures(run, images, files)
         make_folder(folder)
         for done, (name, draw) in enumerate(pictures.items()):
             tell(done, len(pictures))
@@ -83,16 +85,18 @@ def draw_run(
 
 
 def _pictures(
-    run: Run, image_folders: Sequence[Path]
+    run: Run, image_folders: Sequence[Path], files: tuple[str, ...]
 ) -> dict[str, "Callable[[], Figure | np.ndarray | None]"]:
     """Lists the name of each picture and the function that draws it, or returns None."""
     from ppdist.viz import plots
 
-    ended = _ENDS.get(run.finished, run.finished)
-    title = run.name + (f" ({ended})" if ended else "")
-    pictures: dict[str, Any] = {"results.png": partial(plots.results, run, title)}
+    pictures = dict[str, Any]()
+    if METRICS in files:
+        ended = _ENDS.get(run.finished, run.finished)
+        title = run.name + (f" ({ended})" if ended else "")
+        pictures["results.png"] = partial(plots.results, run, title)
     evaluation = run.evaluation
-    if evaluation is not None:
+    if EVALUATION in files and evaluation is not None:
         pictures["confusion.png"] = partial(plots.confusion, evaluation)
         pictures["pr_curve.png"] = partial(plots.pr_curve, evaluation)
         for name in ("worst", "best"):

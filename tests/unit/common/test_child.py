@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.child import (
+    begin_in_child,
     end_with_parent,
     ends_with_this,
     output_of,
     own_environment,
     run_command,
-    run_in_child,
 )
 from ppdist.common.job import EXIT_DIR_VARIABLE
 from ppdist.common.machine import is_alive
@@ -47,11 +47,11 @@ def test_work_apart_logs_here_and_may_die(caplog: pytest.LogCaptureFixture) -> N
     def die() -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
-    assert run_in_child(lambda: logger.warning("fine: 100 %s 图"), WAIT) == ""
-    assert run_in_child(fail, WAIT) == "an error"
-    assert run_in_child(lambda: sys.exit(3), WAIT) == "an error"
-    assert run_in_child(die, WAIT) == "killed by SIGSEGV"
-    assert run_in_child(lambda: time.sleep(60), 0.2).startswith("not done")
+    assert begin_in_child(lambda: logger.warning("fine: 100 %s 图"), WAIT)() == ""
+    assert begin_in_child(fail, WAIT)() == "an error"
+    assert begin_in_child(lambda: sys.exit(3), WAIT)() == "an error"
+    assert begin_in_child(die, WAIT)() == "killed by SIGSEGV"
+    assert begin_in_child(lambda: time.sleep(60), 0.2)().startswith("not done")
     expected = ["fine: 100 %s 图", "before", "ValueError: no picture", "SystemExit: 3"]
     assert [record.getMessage() for record in caplog.records] == expected
 
@@ -61,7 +61,7 @@ def test_no_room_for_a_process_is_no_error(monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", refuse)
-    assert run_in_child(lambda: None, WAIT).startswith("no process")
+    assert begin_in_child(lambda: None, WAIT)().startswith("no process")
 
 
 def test_a_child_ends_with_a_parent_that_is_killed() -> None:

@@ -152,15 +152,16 @@ def test_confusion_matrix_matches_worked_example():
     )  # fmt: skip
     rows = [
         [0, 0, 0.9, *BOX],  # cat found
-        [0, 1, 0.8, *BOX],  # the same place called dog, too: multi_label
+        [0, 1, 0.95, *BOX],  # the same place called dog, too: multi_label
         [1, 0, 0.7, *WIDER],  # dog called cat
+        [1, 2, 0.6, *BOX],  # and, less sure, bird
         [1, 2, 0.1, 300, 0, 400, 90],  # bird found, but not sure enough
         [2, 0, 0.6, *BOX],  # on a crowd
         [2, 1, 0.5, 400, 300, 500, 400],  # nothing is there
     ]
     case = Case(dataset, np.array(rows))
     counts = case.confusion(case.found.score_F >= 0.3)
-    assert counts.tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]]
+    assert counts.tolist() == [[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 2, 1, 0]]
 
 
 def test_many_class_confusion_keeps_largest_cells():
@@ -182,20 +183,19 @@ def test_many_class_confusion_keeps_largest_cells():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_confusion_agrees_with_error_types_objects_and_detections(seed):
+def test_rows_of_the_confusion_sum_to_objects_and_columns_to_detections(seed):
     case = Case(*random_case(seed))
     confident_F = case.found.score_F >= 0.4
     counts, errors = case.confusion(confident_F), case.counts(confident_F)
     assert np.trace(counts) == errors["correct"]
-    assert counts[:3, :3].sum() - np.trace(counts) == errors["class"]
+    assert 0 < counts[:3, :3].sum() - np.trace(counts) <= errors["class"]
     nothing = errors["localisation"] + errors["duplicate"] + errors["background"]
-    assert counts[3].sum() == nothing
+    assert nothing <= counts[3].sum() <= nothing + errors["class"]
     counted_F = confident_F & (case.match_F != CROWD)
     objects = np.bincount(case.truth.label_G[~case.truth.crowd_G], minlength=3)
-    assert (counts.sum(axis=1)[:3] >= objects).all(), "an object may be called several things"
+    assert counts.sum(axis=1)[:3].tolist() == objects.tolist()
     found = np.bincount(case.found.label_F[counted_F], minlength=3)
     assert counts.sum(axis=0)[:3].tolist() == found.tolist()
     right_F = counted_F & (case.match_F >= 0)
     right = np.bincount(case.found.label_F[right_F], minlength=3)
     assert np.diag(counts)[:3].tolist() == right.tolist()
-    assert counts[:3, :3].sum() > np.trace(counts), "some are taken for another class"

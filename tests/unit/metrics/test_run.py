@@ -81,13 +81,14 @@ def test_mistakes_of_many_classes_are_named(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", names=names, pictures=False)
     content = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     content["confusion"] = {"iou": 0.5, "confidence": 0.3, "true_counts": [40] * 301}
-    content["confusion"]["cells"] = [[7, 7, 30], [7, 300, 10], [300, 9, 4]]
+    content["confusion"]["cells"] = [[7, 7, 30], [7, 300, 10], [300, 9, 4], [9, 7, 2]]
     (run / "evaluation.json").write_text(json.dumps(content), encoding="utf-8")
     found = read_run(run)
     assert found.problems == [] and found.evaluation
     confused = make_scores(found.evaluation).confused
     assert confused and confused.rows == [
-        ["class 7", "background", 10, 0.08], ["background", "class 9", 4, 0.1],
+        ["class 9", "class 7", 2, 0.02], ["class 7", "(missed)", 10, 0.08],
+        ["(extra)", "class 9", 4, None],
     ]  # fmt: skip
     content["confusion"]["cells"] = [[7, 301, 10]]
     (run / "evaluation.json").write_text(json.dumps(content), encoding="utf-8")

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from ppdist.data.types import DetectionSet, ImageRecord
-from ppdist.metrics.analysis import analyse
+from ppdist.metrics.analysis import EXTRA, MISSED, analyse
 from ppdist.metrics.run import Run
 from ppdist.viz import draw, plots
-from ppdist.viz.run_plots import draw_run, validation_folders
+from ppdist.viz.run_plots import METRICS, draw_run, validation_folders
 
 OF_METRICS = ["results.png"]
 OF_EVALUATION = ["confusion.png", "pr_curve.png", "worst.jpg", "best.jpg"]
@@ -135,20 +135,22 @@ def test_the_matrix_has_shares_of_rows_and_counts():
     found = {"class_names": ["a"], "confusion": {"iou": 0.5, "confidence": 0.3}}
     found["confusion"]["counts"] = [[30, 10], [1234, 0]]
     shares, counts = plots.confusion(found).axes
-    assert [text.get_text() for text in shares.texts] == ["75", "25", "100"]
+    assert [text.get_text() for text in shares.texts] == ["75", "25"]
     assert [text.get_text() for text in counts.texts] == ["30", "10", "1k"]
 
 
 def test_the_diagonal_of_the_matrix_is_the_recall():
-    """Of 83 objects 38 are found; some of them are called something else, too."""
+    """Of 83 objects 38 are found; a detection that is extra is a share of nothing."""
     found = {"class_names": ["a", "b"], "per_class": [{"objects": 83}, {"objects": 0}]}
-    found["confusion"] = {"counts": [[38, 27, 43], [0, 0, 0], [0, 5, 0]]}
-    shares = plots.confusion(found).axes[0]
-    assert [text.get_text() for text in shares.texts] == ["46", "33", "52", "100"]
+    found["confusion"] = {"counts": [[38, 27, 18], [0, 0, 0], [0, 5, 0]]}
+    shares, counts = plots.confusion(found).axes
+    assert [text.get_text() for text in shares.texts] == ["46", "33", "22"]
+    names = [text.get_text() for text in counts.get_yticklabels()]
+    assert names[-1] == EXTRA and counts.texts[-1].get_text() == "5"
 
 
-@pytest.mark.parametrize(("classes", "drawn"), [(3, 4), (120, 101)])
-def test_of_many_classes_those_that_occur_are_drawn(classes, drawn):
+@pytest.mark.parametrize(("classes", "drawn"), [(3, 3), (120, 40)])
+def test_of_many_classes_the_most_confused_are_drawn(classes, drawn):
     """Of 1300; a field of all would be smaller than a pixel."""
     cells = [[at, at, 5] for at in range(classes)] + [[at, 1300, at] for at in range(1, classes)]
     counts = [0] * 1301
@@ -158,12 +160,19 @@ def test_of_many_classes_those_that_occur_are_drawn(classes, drawn):
         "class_names": [f"class {at}" for at in range(1300)],
         "confusion": {"cells": cells, "true_counts": counts},
     }
+    if classes == 120:  # what is taken for another class comes before what is missed
+        cells.append([0, 1250, 1])
+        counts[0] += 1
     figure = plots.confusion(found)
-    labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
-    assert len(labels) == drawn and labels[-1] == "background"
-    assert labels[0] == ("class 0" if classes == 3 else "class 20")  # the least confused go
-    assert f"{drawn} of 1301 rows" in figure.get_suptitle()
-    assert len(figure.axes[0].texts) > classes / 2
+    shares = figure.axes[0]
+    down, across = (
+        [text.get_text() for text in labels]
+        for labels in (shares.get_yticklabels(), shares.get_xticklabels())
+    )
+    assert len(down) == drawn and across == [*down, "(others)", MISSED]
+    assert down[0] == "class 0" and down[1] == ("class 1" if classes == 3 else "class 82")
+    assert f"the {drawn} most confused of 1300 classes" in figure.get_suptitle()
+    assert len(shares.texts) > drawn
 
 
 @pytest.mark.parametrize(
@@ -243,6 +252,9 @@ def test_a_broken_part_costs_its_picture(tmp_path, caplog):
     assert set(names(paths)) == set(OF_EVALUATION) - missing
     (warning,) = caplog.records
     assert all(name in warning.getMessage() for name in ("confusion", "worst"))
+    caplog.clear()
+    assert draw_run(tmp_path, image_folders=[tmp_path], files=(METRICS,)) == []
+    assert not caplog.records, "it is not drawn"
 
 
 @pytest.mark.parametrize(
@@ -324,7 +336,7 @@ def test_long_images_have_tiles_of_bounded_size(tmp_path):
 
 
 def test_curves_of_many_classes_are_one_bundle(tmp_path):
-    for classes, shown in ((3, 4), (60, 2)):
+    for classes, shown in ((3, 4), (60, 2 + 8)):  # of many, the weakest are named
         figure = plots.pr_curve(detected(tmp_path, classes))
         assert len(figure.axes[0].get_legend().get_texts()) == shown
 
