@@ -47,7 +47,9 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        importlib.import_module("ppdist.common.process").quiet_paddle()  # which some of them import
+        process = importlib.import_module("ppdist.common.process")
+        process.quiet_paddle()  # which some of them import
+        process.log_in_notebook()
     if name == "export":
         return importlib.import_module("ppdist.export")
     if name not in _HOMES:

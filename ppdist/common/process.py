@@ -80,6 +80,15 @@ def quiet_paddle() -> None:
         os.environ.setdefault("GLOG_minloglevel", "2")
 
 
+def log_in_notebook() -> None:
+    """Shows messages of the log in a notebook, where those of Paddle's handler would be red."""
+    logger = logging.getLogger("ppdist")
+    if "ipykernel" in sys.modules and not logger.handlers:
+        logger.addHandler(_PlainHandler())
+        logger.propagate = False
+        logger.setLevel(logging.INFO)
+
+
 def require_paddle() -> None:
     """Checks that Paddle is installed, and silences its messages; call it before importing Paddle.
 
@@ -243,11 +252,12 @@ def printable(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Prints a line on stderr; signal handlers may call it.
+    """Prints a line on stderr, in a notebook on stdout; signal handlers may call it.
 
     It is on the terminal at return, unless the terminal is blocked: then the wait is short.
     """
-    screen = sys.stderr if isinstance(sys.stderr, Screen) else Screen(sys.stderr)
+    stream = sys.stdout if "ipykernel" in sys.modules else sys.stderr
+    screen = stream if isinstance(stream, Screen) else Screen(stream)
     screen.write(f"{printable(text)}\n")
     TERMINAL.flush()
 

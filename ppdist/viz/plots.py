@@ -133,7 +133,7 @@ def panels(
     xlabel: str = "",
     title: str = "",
     grid: bool = True,
-    layout: Literal["constrained", "none"] = "constrained",
+    layout: Literal["constrained"] | None = "constrained",
 ) -> tuple[Figure, list[Axes]]:
     """Makes a new figure; returns it, and its axes row by row.
 
@@ -354,7 +354,7 @@ def results(run: Run, title: str) -> Figure | None:
         _x_positions(run, column(records, "step")) for records in (run.train, run.evaluations)
     )
     figure, panel_axes = panels(
-        count, _ACROSS, 4, 3.4, 0.4, xlabel=_x_unit(run), title=title, layout="none"
+        count, _ACROSS, 4, 3.4, 0.4, xlabel=_x_unit(run), title=title, layout=None
     )
     for axes, name in zip(panel_axes, losses):
         validation = f"val_{name}"

@@ -1,10 +1,11 @@
 """Whether processes live, and what a crash says."""
 
+import logging
 import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -34,6 +35,22 @@ def test_a_reader_that_has_enough_is_no_error(
         with pytest.raises(SystemExit) as ended:
             process.run(main)
     assert ended.value.code == code and ("BrokenPipe" in capfd.readouterr().err) == is_read
+
+
+def test_a_notebook_shows_no_message_in_red(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    logger = logging.getLogger("ppdist")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    process.log_in_notebook()
+    assert not logger.handlers
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    process.log_in_notebook()
+    logger.info("tracing the model")
+    shown = capsys.readouterr()
+    assert shown.out.endswith("tracing the model\n") and not shown.err and not logger.propagate
 
 
 def test_a_zombie_is_there_and_does_not_live() -> None:
