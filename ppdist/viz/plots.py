@@ -481,7 +481,8 @@ def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
     if iou is not None and confidence is not None:
         title += f" of boxes that meet with IoU {iou:g} or more, confidence {confidence:.3g}"
     if cut:
-        title += f"; the {drawn} most confused of {classes} classes"
+        choice = "most confused" if drawn == _MOST_CONFUSED else "with objects or detections"
+        title += f"; {drawn} of {classes} classes: those {choice}"
     width = side if beside else side + 0.6
     figure, (shares, absolute) = panels(2, 1 + beside, width, side, title=title, grid=False)
     part = 100 * counts[:drawn, :edge] / np.maximum(true_C, 1)[:, None]
@@ -587,9 +588,15 @@ def _draw_classes(splits: Mapping[str, Objects], class_names: Sequence[str], box
     titles = {0: "objects of each class", 1: "images that show it"}
     if not boxes:
         titles = {1: "images of each class"}
-    cut = len(order_C) > _MOST_COUNT_BARS
-    if cut:
-        order_C = np.concatenate([order_C[:_COMMONEST], order_C[-_RAREST:]])
+    note, cut = "", False
+    if len(order_C) > _MOST_COUNT_BARS:
+        objects_C = np.sum([count[0] for count in counts.values()], axis=0)
+        present = int((objects_C > 0).sum())
+        note = f"{present} of {len(class_names)} classes have objects"
+        order_C = order_C[objects_C[order_C] > 0] if present else order_C[:1]
+        if cut := len(order_C) > _MOST_COUNT_BARS:
+            note += f"; the {_COMMONEST} commonest and the {_RAREST} rarest of them"
+            order_C = np.concatenate([order_C[:_COMMONEST], order_C[-_RAREST:]])
     figure = Figure(
         figsize=(5.4 * len(titles), max(3.0, 1.5 + 0.32 * len(order_C))), layout="constrained"
     )
@@ -606,10 +613,8 @@ def _draw_classes(splits: Mapping[str, Objects], class_names: Sequence[str], box
             axes.axhline(_COMMONEST - 0.5, color="0.4", linewidth=1)
         _scale_count_axis(axes.xaxis, series)
         axes.set_title(title)
-    if cut:
-        figure.suptitle(
-            f"the {_COMMONEST} commonest and the {_RAREST} rarest of {len(class_names)} classes"
-        )
+    if note:
+        figure.suptitle(note, fontsize="medium")
     names = [drawable(class_names[label], label) for label in order_C]
     columns[0].set_yticks(range(len(order_C)), names)
     columns[0].set_ylim(len(order_C) - 0.5, -0.5)

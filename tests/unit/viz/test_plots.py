@@ -60,6 +60,9 @@ def test_of_very_many_classes_the_commonest_and_the_rarest_have_bars(tmp_path):
     plot_classes(splits, names, tmp_path / "a.png", boxes=False)
     with Image.open(tmp_path / "a.png") as image:
         assert image.height < 2000
+    figure = figure_of({"train": made(50, 3)}, names)
+    assert {text.get_text() for text in figure.axes[0].get_yticklabels()} == {*names[:3]}
+    assert "3 of 500 classes" in figure.get_suptitle()
 
 
 def figure_of(splits, names, boxes=True):

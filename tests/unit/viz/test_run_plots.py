@@ -171,7 +171,7 @@ def test_of_many_classes_the_most_confused_are_drawn(classes, drawn):
     )
     assert len(down) == drawn and across == [*down, "(others)", MISSED]
     assert down[0] == "class 0" and down[1] == ("class 1" if classes == 3 else "class 82")
-    assert f"the {drawn} most confused of 1300 classes" in figure.get_suptitle()
+    assert f"{drawn} of 1300 classes" in figure.get_suptitle()
     assert len(shares.texts) > drawn
 
 
