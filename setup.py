@@ -84,7 +84,7 @@ setup(
         "wandb": ["wandb>=0.20"],  # log.trackers, as the next two
         "mlflow": ["mlflow-skinny>=3"],
         "swanlab": ["swanlab>=0.10"],
-        "stores": ["fsspec>=2024.6", "s3fs>=2024.6"],  # data in s3://, gs://, http://, ...
+        "stores": ["fsspec>=2025.2", "s3fs>=2025.2"],  # data and runs in s3://, gs://, ...
         "monitoring": ["prometheus-client>=0.20"],  # --metrics_port
         "jpeg": ["simplejpeg>=1.9"],  # decodes JPEGs to the same pixels in less time
         "docs": ["mkdocs-material>=9.5"],  # make site

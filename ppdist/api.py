@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import numpy as np
 from PIL import Image
 
+from ppdist.common.addresses import work_folder
 from ppdist.common.errors import ConfigError, DataError, UserError
 from ppdist.common.process import STOP_SIGNALS, require_paddle
 from ppdist.config.experiment import ExperimentConfig, apply_overrides, load_config
@@ -515,7 +516,7 @@ def train(
             where=str(folder),
             fix="train(config, resume=output_dir) continues from there",
         )
-    return Run(folder)
+    return Run(work_folder(folder))
 
 
 @answering("eval")

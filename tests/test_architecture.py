@@ -138,9 +138,9 @@ CARRIES = {
     "ppdist.models.ppyoloe": (17, 3100),
     "ppdist.models.yolov5": (16, 2700),
     "ppdist.models.rtdetr": (21, 3900),
-    "ppdist.data.image": (7, 1850),
-    "ppdist.data.transforms.pipeline": (23, 5800),
-    "ppdist.data.loading.loader": (50, 11800),
+    "ppdist.data.image": (7, 1860),
+    "ppdist.data.transforms.pipeline": (23, 5850),
+    "ppdist.data.loading.loader": (50, 11850),
     "ppdist.engine.train_step": (36, 5800),
     "ppdist.engine.trainer": (72, 12500),
 }

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from ppdist.cli import add_config, make_parser, script_words
 from ppdist.common import errors
+from ppdist.common.addresses import is_remote
 from ppdist.common.child import start_here
 from ppdist.common.files import write_text
 from ppdist.launch.doctor import (
@@ -132,6 +133,18 @@ def launch_options(arguments: argparse.Namespace) -> Options:
     return parse_options([*options, *script_words("doctor")], environment)
 
 
+def _check_output_dir(output_dir: str) -> str:
+    """Checks that a run can write to its folder, on a disk or in a store; returns a line.
+
+    Raises: LaunchError, UserError: it cannot.
+    """
+    if not is_remote(output_dir):
+        return check_writable(Path(output_dir))
+    from ppdist.storage.stores import place_of_run, require_writable
+
+    return require_writable(place_of_run(output_dir))
+
+
 def check_experiment(path: str, overrides: list[str], writes: bool) -> Iterator[Finding]:
     from ppdist.config.experiment import load_config
     from ppdist.data.datasets.build import check_same_classes, read_split
@@ -143,7 +156,7 @@ def check_experiment(path: str, overrides: list[str], writes: bool) -> Iterator[
         return
     yield Finding("OK", "config", path)
     if writes:
-        yield attempt("output_dir", lambda: check_writable(Path(config.output_dir or "output")))
+        yield attempt("output_dir", lambda: _check_output_dir(config.output_dir or "output"))
     splits = {}
     names: tuple[Split, ...] = ("train", "val")
     for split in names:

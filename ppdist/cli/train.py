@@ -29,6 +29,7 @@ from ppdist.cli import (
     print_table,
     require_one_source,
 )
+from ppdist.common.addresses import is_remote, work_folder
 from ppdist.common.arguments import at_least
 from ppdist.common.errors import ConfigError
 from ppdist.common.job import launched_rank, launched_ranks
@@ -229,7 +230,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     gc.disable()  # while much is imported that lives as long as the process
     from ppdist.engine.continuation import Continuation
     from ppdist.engine.recipe import TrainOptions
-    from ppdist.engine.run import plan_training, run_training
+    from ppdist.engine.run import localise, plan_training, run_training
     from ppdist.engine.stopping import until_first_step
 
     gc.freeze()
@@ -264,7 +265,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         write_digests(arguments.digests, plan.config, evaluate=evaluate, fitted=fitted)
         return 0
     if arguments.dry_run:
-        return _dry_run(plan, output_dir, evaluate)
+        return _dry_run(localise(plan, output_dir), output_dir, evaluate)
 
     if launched_ranks() > 1 and launched_rank() == 0:
         from ppdist.launch.cli import warn_of_stock_launcher
@@ -299,6 +300,11 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
         return name, write_recipe(plan.recipe, output_dir, earlier, evaluate, name)
 
     comm.init(plan.config.device, plan.config.distributed)
+    if is_remote(output_dir):
+        from ppdist.storage.stores import place_of_run, require_writable
+
+        url, output_dir = place_of_run(output_dir), work_folder(output_dir)
+        say(f"ppdist: output_dir: {comm.run_on_main(lambda: require_writable(url))}")
     build_model(plan.config)  # whose sizes may not fit
     name, command = comm.run_on_main(write_plan)
     failed = comm.run_on_main(lambda: verdict(plan.config, check_splits(plan.config, fast=True)))

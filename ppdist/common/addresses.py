@@ -42,6 +42,17 @@ def folder_of(root: str, name: str = "") -> Path:
     return Path(folder, name)
 
 
+def work_folder(output_dir: str | os.PathLike[str]) -> Path:
+    """Returns the local folder of a run: of s3://bucket/run it is output/s3/bucket/run.
+
+    An output_dir on a disk stays as it is.
+    """
+    if not is_remote(output_dir):
+        return Path(output_dir)
+    protocol, _, place = absolute(output_dir).partition("://")
+    return Path("output", protocol, place)
+
+
 class Place(NamedTuple):
     """A path through a shard, taken apart: folder/shard/name."""
 

@@ -648,8 +648,14 @@ def write_if_held(output_dir: Path, write: Callable[[], object]) -> None:
     write()
 
 
+def give_up(output_dir: Path, error: ConfigError) -> None:
+    """Makes `require_held` raise `error` from now on: another training owns the folder's copy."""
+    for held in _held_in(output_dir):
+        held.lost = held.lost or error
+
+
 def is_lost(output_dir: Path) -> bool:
-    """Returns True if `require_held` has raised, in any thread; does not access the disk."""
+    """Returns True if `require_held` raises, in any thread; does not access the disk."""
     return any(held.lost is not None for held in _held_in(output_dir))
 
 

@@ -39,7 +39,10 @@ class ExperimentConfig(Document):
     """An experiment: the content of a YAML file of configs/."""
 
     output_dir: Annotated[str | None, OnResume.FREE] = Field(
-        default=None, description="Where the run writes; null: output/<name of the config file>."
+        default=None,
+        description="Where the run writes; null: output/<name of the config file>. A folder, or "
+        "s3://BUCKET/FOLDER or gs://BUCKET/FOLDER: then it writes to output/s3/BUCKET/FOLDER "
+        "first, and uploads that beside the steps (docs/cloud.md).",
     )
     seed: int = Field(
         default=0,

@@ -51,7 +51,7 @@ _NAME = re.compile(r"^step-(\d+)$")
 _DRAFTS = r"step-\d+|last|best"
 # Files of a run in its output_dir, with its report and its export.  Without run.lock, which this
 # run holds, and recipe.yml, with which this run may have been started.
-_OF_A_RUN = (
+FILES_OF_A_RUN = (
     "bad_steps.jsonl",
     "checkpoints",
     "config.yml",
@@ -66,7 +66,7 @@ _OF_A_RUN = (
     "train.log",
     "vdl",
 )
-DRAFTS_OF_A_RUN = "|".join(map(re.escape, _OF_A_RUN))  # see `remove_drafts`
+DRAFTS_OF_A_RUN = "|".join(map(re.escape, FILES_OF_A_RUN))  # see `remove_drafts`
 _BLOCK_BYTES = 1 << 20
 _BESIDE_BYTES = 50e6  # logs and pictures of a run: the demo writes 4 MB
 # Pauses before the last checkpoint of a run is retried: a disk may be full for a moment.
@@ -386,7 +386,7 @@ def set_run_aside(output_dir: Path) -> Path | None:
             return None
         old_folder = _find_unused_name(output_dir / "old")
         old_folder.mkdir()
-        for name in _OF_A_RUN:
+        for name in FILES_OF_A_RUN:
             path = output_dir / name
             if name == "checkpoints" and path.is_symlink():  # the new run follows it, too
                 if (aside := set_aside(path, -1)) is not None:

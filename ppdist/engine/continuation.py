@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppdist.common import files
+from ppdist.common.addresses import work_folder
 from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.common.job import read_note, write_note
 from ppdist.common.records import MetricRecords, read_metrics
@@ -64,7 +65,7 @@ def config_of_run(
     # Resolved, because a checkpoint may be given by one of the links `last` and `best`.
     output_dir = run if checkpoint != run else run.resolve().parents[1]
     # The recorded output_dir is wrong if the run was moved, or written relative to another folder.
-    run_overrides = [f"output_dir={json.dumps(str(output_dir))}"]
+    run_overrides = [f"output_dir={json.dumps(_place_of(output_dir))}"]
     planned_config = parse_config(file, [*run_overrides, *overrides], ExperimentConfig)
     request, unit = (epochs, "epochs") if steps is None else (steps, "steps")
     if request is None:
@@ -100,6 +101,14 @@ def _require_unit(unit: str, planned_unit: str, request: str) -> None:
             where=f"--{unit} {request}",
             fix=f"use --{planned_unit}: a total, or +N more",
         )
+
+
+def _place_of(output_dir: Path) -> str:
+    """Returns the folder, or the address in a store that the run there is uploaded to."""
+    note = files.read_json(output_dir / "store.json")
+    url = note.get("url") if isinstance(note, dict) else None
+    is_its_own = isinstance(url, str) and work_folder(url).resolve() == output_dir.resolve()
+    return str(url if is_its_own else output_dir)
 
 
 def _has_stopped_early(output_dir: Path) -> bool:

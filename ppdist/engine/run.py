@@ -1,12 +1,15 @@
 """Runs: one training, or one evaluation of weights, from its config."""
 
+import json
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from ppdist.common import process
+from ppdist.common.addresses import absolute, is_remote, work_folder
 from ppdist.common.child import begin_in_child
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.eta import PLOTTING
@@ -26,7 +29,7 @@ from ppdist.engine.build import (
     speed_up_cpu,
 )
 from ppdist.engine.callbacks import Callback
-from ppdist.engine.continuation import ANEW, Continuation, config_of_run
+from ppdist.engine.continuation import ANEW, AUTO, Continuation, config_of_run
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.engine.recipe import (
@@ -87,10 +90,20 @@ def plan_training(
         run = Path(resume.source)
         # A length may be one to add, so it is no item.
         names = [name for name in OPTION_KEYS if name not in ("epochs", "steps")]
+        option_items = options.items(*names)
         epochs, steps = (
             None if length is None else f"{length}" for length in (options.epochs, options.steps)
         )
-        longer, extends = config_of_run(run, epochs, [*options.items(*names), *overrides], steps)
+        if is_remote(run):
+            from ppdist.engine.mirror import description_of
+            from ppdist.storage.stores import place_of_run
+
+            url = place_of_run(run)
+            with description_of(url) as copy:
+                items = [f"output_dir={json.dumps(url)}", *option_items, *overrides]
+                longer, extends = config_of_run(copy, epochs, items, steps)
+        else:
+            longer, extends = config_of_run(run, epochs, [*option_items, *overrides], steps)
         return TrainingPlan(longer, replace(resume, extends=extends))
     if isinstance(options.epochs, str) or isinstance(options.steps, str):
         name = "epochs" if isinstance(options.epochs, str) else "steps"
@@ -123,14 +136,73 @@ def run_training(
 ) -> int:
     """Trains and plots the run; returns the exit code.  Collective.
 
-    For the arguments see `build_training`.
+    For the arguments see `build_training`; `output_dir` may be in an object store.
 
     Raises: UserError: invalid data, weights, checkpoint or configuration.
+    """
+    plan = localise(plan, output_dir)
+    train = partial(_train, evaluate=evaluate, command=command, callbacks=callbacks)
+    if not is_remote(output_dir):
+        comm.init(plan.config.device, plan.config.distributed)
+        return train(plan, output_dir)
+    from ppdist.engine.mirror import Mirror, upload_rest
+    from ppdist.storage.stores import place_of_run
+
+    url = place_of_run(output_dir)
+    comm.init(plan.config.device, plan.config.distributed)
+    folder = work_folder(url)
+    mirror = Mirror(url, folder)
+    source = plan.resume.source
+    is_own = source == AUTO or (source and Path(source).resolve().is_relative_to(folder.resolve()))
+    resumes = bool(is_own) or comm.was_restarted()
+    comm.run_on_main(lambda: mirror.begin(resumes))
+    try:
+        status = train(plan, folder, url=url)
+    except BaseException:
+        with suppress(ConfigError):  # another training has the folder: that is the error already
+            mirror.finish(briefly=True)
+        raise
+    if comm.is_main():  # others may end before, as while plots are drawn
+        upload_rest(mirror, status)
+    return status
+
+
+def localise(plan: TrainingPlan, output_dir: Path) -> TrainingPlan:
+    """Returns a plan whose checkpoint to resume from is on a disk.
+
+    Of a run in a store it is in its work folder, once `Mirror.begin` has brought it there.
+
+    Raises: ConfigError: it is in a store, and of another run than this one.
+    """
+    source = plan.resume.source
+    if source is None or not is_remote(source):
+        return plan
+    if absolute(source).rstrip("/") != absolute(output_dir).rstrip("/"):
+        raise ConfigError(
+            "from a store, only the run in its own output_dir can be resumed",
+            code="options_conflict",
+            where=f"--resume {absolute(source)}",
+            fix=f"set output_dir={absolute(source)}; or copy that folder to a disk first",
+        )
+    return replace(plan, resume=replace(plan.resume, source=work_folder(source)))
+
+
+def _train(
+    plan: TrainingPlan,
+    output_dir: Path,
+    *,
+    evaluate: bool,
+    command: list[str],
+    callbacks: Sequence[Callback],
+    url: str = "",
+) -> int:
+    """Trains in a folder of this disk, after `comm.init`; returns the exit code.  Collective.
+
+    Args: url: where the folder is uploaded to; "": nowhere.
     """
     config, recipe = plan.config, plan.recipe
     if (place := output_dir.resolve()) != output_dir.absolute():
         output_dir = place  # the link may be changed while the run writes
-    comm.init(config.device, config.distributed)
     heartbeat.tell_run(output_dir)
     earlier_runs = {*output_dir.glob(ASIDE)}
     try:
@@ -149,6 +221,8 @@ def run_training(
             process.say(f"ppdist: wrote {output_dir / FILE}, the configuration of this run")
         raise
     with experiment.log:
+        if url:
+            experiment.log.headline("upload", f"{url}, beside the steps")
         if recipe is not None:
             _log_recipe(recipe, experiment.log, output_dir, earlier_runs, evaluate)
         status = experiment.trainer.fit()
@@ -165,7 +239,7 @@ def run_training(
             if ends:
                 todo = list_next_commands(output_dir, config)
                 if experiment.trainer.has_steps_left:
-                    todo = [("continue", build_resume_command(output_dir, evaluate)), *todo]
+                    todo = [("continue", build_resume_command(url or output_dir, evaluate)), *todo]
                 experiment.log.run_summary(outcome, todo)
         except Exception as error:  # a table must not fail the run
             experiment.log.warn_once("the summary", error)
@@ -191,7 +265,7 @@ def list_next_commands(output_dir: Path, config: ExperimentConfig) -> list[tuple
     ]
 
 
-def build_resume_command(output_dir: Path, evaluate: bool) -> str:
+def build_resume_command(output_dir: Path | str, evaluate: bool) -> str:
     """Builds the command that continues a run from its newest checkpoint."""
     words = ["ppdist", "train", "--resume", str(output_dir), *([] if evaluate else ["--no-eval"])]
     if comm.world_size() == 1:

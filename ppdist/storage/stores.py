@@ -14,20 +14,28 @@ import os
 import re
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ppdist.common.addresses import absolute
-from ppdist.common.errors import StorageError, UserError
-from ppdist.common.files import user_cache
+from ppdist.common.addresses import absolute, holds_credentials, is_remote, work_folder
+from ppdist.common.errors import ConfigError, StorageError, UserError
+from ppdist.common.files import is_disk_full, user_cache
 from ppdist.common.keyed_cache import KeyedCache
 from ppdist.common.opener import Identity
 from ppdist.common.retry import unavailable, with_retries
 
 _LOGGER = logging.getLogger("ppdist.data")
+_PROTOCOLS = ("s3://", "s3a://", "gs://", "gcs://")  # to which a run can write
+_CREDENTIALS = (
+    "give credentials as the store's own tools take them (AWS_PROFILE, AWS_ACCESS_KEY_ID, "
+    "AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS), with the right to list, read, write and "
+    "delete objects there"
+)
 _LISTING_SECONDS = 300.0
+_SLOWEST_BYTES_PER_SECOND = 250e3  # 2 Mbit/s; a slower transfer of a whole file is given up
 _PASSING_STATUS = (408, 425, 429)
 _T = TypeVar("_T")
 _MAX_IDENTITIES = 1 << 16
@@ -194,15 +202,148 @@ def find_mark(headers: Mapping[str, Any], *, strong: bool = False) -> str:
     return ""
 
 
+# --- writing --------------------------------------------------------------------------------------
+
+
+def write(url: str, content: bytes, *, only_new: bool = False) -> None:
+    """Writes a small object as a whole.
+
+    Args: only_new: by a conditional put (If-None-Match): of several writers one succeeds.
+    Raises: OSError: FileExistsError: `only_new`, and the object exists.  StorageError.
+    """
+    arguments = {"mode": "create"} if only_new else {}
+    seconds = request_seconds(len(content))
+    _call_filesystem(url, "pipe_file", seconds, content, **arguments)
+
+
+def upload(file: Path, url: str) -> None:
+    """Writes a file that nobody changes into a store; the object appears as a whole.
+
+    Raises: OSError, StorageError.
+    """
+    # Parts of 50 MiB are in memory: of s3fs ten unless it is told.
+    arguments = {"max_concurrency": 2} if url.startswith(("s3:", "s3a:")) else {}
+    _copy(url, "put_file", (str(file), url), file.stat().st_size, **arguments)
+
+
+def download(url: str, file: Path, size: int) -> None:
+    """Reads an object of a store into a new file.
+
+    Args: size: its bytes, as `list_below` returns them.
+    Raises: OSError, StorageError.
+    """
+    _copy(url, "get_file", (url, str(file)), size)
+
+
+def _copy(url: str, method: str, places: tuple[str, str], size: int, **arguments: Any) -> None:
+    filesystem, seconds = _open_once(url), request_seconds(size)
+    if filesystem.async_impl:
+        arguments["timeout"] = seconds
+    _request(lambda: getattr(filesystem, method)(*places, **arguments), url, seconds)
+
+
+def delete(url: str) -> None:
+    """Deletes an object; one that does not exist is no error.  Raises: OSError, StorageError."""
+    with suppress(FileNotFoundError):
+        _call_filesystem(url, "rm_file")
+
+
+def list_below(folder: str) -> dict[str, int]:
+    """Lists the objects below a folder at any depth: relative name -> bytes.
+
+    Names that no path below the folder has, such as `../x`, are left out.
+    Raises: OSError, StorageError.
+    """
+    entries = _call_filesystem(folder, "find", seconds=_LISTING_SECONDS, detail=True)
+    prefix = folder.partition("://")[2] + "/"  # names begin with the bucket; some with a slash
+    sizes = {
+        name.lstrip("/").removeprefix(prefix): int(entry.get("size") or 0)
+        for name, entry in entries.items()
+        if name.lstrip("/").startswith(prefix) and entry.get("type") != "directory"
+    }
+    return {name: size for name, size in sizes.items() if not {"", ".", ".."} & {*name.split("/")}}
+
+
+def place_of_run(output_dir: str | os.PathLike[str]) -> str:
+    """Returns the URL of an output_dir in a store.
+
+    Raises: ConfigError: a run cannot write there.
+    """
+    url = absolute(output_dir).rstrip("/")
+    problem = ""
+    if holds_credentials(url):
+        url = url.partition("://")[0] + "://..."
+        problem = "the address contains a password or a signature"
+    elif not url.startswith(_PROTOCOLS):
+        problem = "a run cannot write there"
+    elif {"", ".", ".."} & {*url.partition("://")[2].split("/")} or url.count("/") < 3:
+        problem = "it names no folder in a bucket"
+    if problem:
+        raise ConfigError(
+            f"{url}: {problem}",
+            code="output_dir_unwritable",
+            where="output_dir",
+            fix="expected a folder, or s3://BUCKET/FOLDER or gs://BUCKET/FOLDER with credentials "
+            "in the environment",
+        )
+    return url
+
+
+def require_writable(url: str) -> str:
+    """Checks that a run can write to a store, by an object that it deletes; returns a line.
+
+    Raises: UserError, StorageError: it cannot.
+    """
+    probe = f"{url}/.ppdist-{uuid.uuid4().hex}"
+    with explained(url):
+        write(probe, b"ppdist", only_new=True)
+        delete(probe)
+    return f"{url} can be written; a run writes to {work_folder(url)} first"
+
+
+@contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Turns a refusal of the store into a UserError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if not is_remote(str(error.filename)):  # a file here
+            raise UserError(
+                f"cannot be written: {error.strerror or error}",
+                code="disk_full" if is_disk_full(error) else "file_unwritable",
+                where=f"{error.filename}",
+            ) from error
+        absent = isinstance(error, FileNotFoundError)
+        raise UserError(
+            "there is no such bucket" if absent else f"{error.strerror}",
+            code="store_refused",
+            where=url,
+            fix="check its name, and AWS_ENDPOINT_URL if it is not Amazon's"
+            if absent
+            else _CREDENTIALS,
+        ) from error
+
+
+def request_seconds(size: int) -> float:
+    """Returns the timeout of a request that sends or receives so many bytes."""
+    return _settings.seconds + size / _SLOWEST_BYTES_PER_SECOND
+
+
 # --- requests -------------------------------------------------------------------------------------
 
 
 def _call_filesystem(
-    path: str | os.PathLike[str], method: str, seconds: float | None = None, **arguments: Any
+    path: str | os.PathLike[str],
+    method: str,
+    seconds: float | None = None,
+    *values: Any,
+    **arguments: Any,
 ) -> Any:
     """Calls a method of the store's file system for a path.
 
-    Args: seconds: timeout of the request.
+    Args:
+        seconds: timeout of the request.
+        values, arguments: of the method, behind the path.
     Raises: as `_request`.
     """
     url = absolute(path)
@@ -210,7 +351,7 @@ def _call_filesystem(
     timeout = _settings.seconds if seconds is None else seconds
     if filesystem.async_impl:  # other libraries have limits of their own
         arguments["timeout"] = timeout
-    return _request(lambda: getattr(filesystem, method)(url, **arguments), url, timeout)
+    return _request(lambda: getattr(filesystem, method)(url, *values, **arguments), url, timeout)
 
 
 def _get_http(url: str, begin: int, end: int | None) -> tuple[bytes, Identity]:
@@ -298,6 +439,8 @@ def _open_filesystem(protocol: str, url: str) -> Any:
 
 def _translate_error(error: Exception, url: str, timeout: float) -> OSError | StorageError:
     """Translates the exception of any library into one of a disk, or a StorageError."""
+    if isinstance(error, OSError) and is_disk_full(error):  # of a download
+        return OSError(error.errno, "no space left on the local disk", error.filename)
     status, code = _error_status(error)
     status_text = f"HTTP {status} {code}".strip() if status else code
     unclear = isinstance(error, FileNotFoundError) and url.startswith("http") and not status
@@ -306,6 +449,8 @@ def _translate_error(error: Exception, url: str, timeout: float) -> OSError | St
     absent = isinstance(error, FileNotFoundError) and status in (0, 404, 410)
     if absent or status in (404, 410):
         return FileNotFoundError(errno.ENOENT, "does not exist in the store", url)
+    if isinstance(error, FileExistsError) or status == 412:
+        return FileExistsError(errno.EEXIST, "exists in the store", url)
     if isinstance(error, IsADirectoryError | NotADirectoryError):
         return FileNotFoundError(errno.ENOENT, "a folder of the store, no file", url)
     refused = isinstance(error, PermissionError) or status in (401, 403)
