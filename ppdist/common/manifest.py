@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ppdist.common.errors import WeightsError
@@ -12,7 +14,19 @@ MANIFEST = "manifest.json"
 CARD_FILE = "model_card.json"  # in a checkpoint
 CARD_NOTE = "model_card"  # the same text in .safetensors, .npz and ONNX
 MAX_BYTES = 1 << 36  # of a file of weights: 64 GiB
+_STEP = re.compile(r"step-\d+")
 _MOST_BYTES = 1 << 22  # of a manifest; real ones have some hundreds
+
+
+def follow_pointer(link: Path) -> Path:
+    """Returns the checkpoint that `last` or `best` names; other paths are returned as they are.
+
+    In a folder that was copied from an object store they are text, in place of links.
+    """
+    with suppress(OSError, ValueError):
+        if link.is_file() and _STEP.fullmatch(name := read_file(link, 99).decode().strip()):
+            return link.with_name(name)
+    return link
 
 
 def checked_files(

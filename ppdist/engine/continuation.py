@@ -11,6 +11,7 @@ from ppdist.common import files
 from ppdist.common.addresses import work_folder
 from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.common.job import read_note, write_note
+from ppdist.common.manifest import MANIFEST, follow_pointer
 from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.parse import parse_config
@@ -53,7 +54,8 @@ def config_of_run(
     Raises: CheckpointError: it has no checkpoint; ConfigError: that length is over already, or the
         length of the run is counted in the other unit.
     """
-    checkpoint = run if (run / "manifest.json").exists() else run / "checkpoints" / "last"
+    is_checkpoint = (run / MANIFEST).exists()
+    checkpoint = run if is_checkpoint else follow_pointer(run / "checkpoints" / "last")
     file = checkpoint / "config.yml"
     if not file.is_file():
         raise CheckpointError(

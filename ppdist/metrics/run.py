@@ -24,6 +24,7 @@ from ppdist.common.files import write_text
 from ppdist.common.records import MetricRecords, read_metrics, step_of
 from ppdist.config.parse import leaves
 from ppdist.config.yaml import Reader
+from ppdist.storage.stores import copy_command
 
 Numbers = dict[str, float]  # the finite numbers of a record of metrics.jsonl
 
@@ -316,6 +317,7 @@ def require_run(folder: Path) -> None:
             "no such folder; expected the output_dir of a run",
             code="run_not_found",
             where=str(folder),
+            fix=copy_command(folder),
         )
     if not any((folder / name).is_file() for name in _FILES):
         raise UserError(

@@ -31,7 +31,7 @@ from safetensors.numpy import save_file
 from ppdist.common.class_names import classes_differ, match_classes, tell_apart
 from ppdist.common.errors import WeightsError
 from ppdist.common.files import digest_of_file, draft_of, make_parent, open_file, read_file
-from ppdist.common.manifest import MANIFEST, MAX_BYTES, checked_files
+from ppdist.common.manifest import MANIFEST, MAX_BYTES, checked_files, follow_pointer
 from ppdist.models.base import ImageModel, KeyTable
 from ppdist.models.unpickle import (
     MAX_ENTRIES,
@@ -198,8 +198,9 @@ def checkpoint_of(path: Path) -> Path:
         steps = sorted((entry.name for entry in folder.glob("step-*")), reverse=True)
         # A file system without links has neither `best` nor `last`.
         for name in ("best", "last", *steps):
-            if (folder / name / MANIFEST).exists():
-                return folder / name
+            checkpoint = follow_pointer(folder / name)
+            if (checkpoint / MANIFEST).exists():
+                return checkpoint
     return path
 
 

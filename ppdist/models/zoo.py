@@ -24,6 +24,7 @@ from ppdist.common.errors import ConfigError, WeightsError
 from ppdist.common.files import read_file, replace_file, user_cache
 from ppdist.common.process import say
 from ppdist.storage.download import download, sha256_of
+from ppdist.storage.stores import copy_command
 
 MIRROR, OFFLINE = "PPDIST_WEIGHTS", "PPDIST_OFFLINE"
 _WEB = ("http://", "https://")
@@ -139,6 +140,8 @@ def is_name(weights: Path | str) -> bool:
 
 def similar_names(weights: Path | str) -> str:
     """Suggests what an unknown name may have meant, as a hint for a message."""
+    if command := copy_command(weights):
+        return command
     if _ADDRESS.match(f"{weights}"):
         return "download it, and give the file; addresses of docs/model_zoo.md are known"
     if entry := published(weights):

@@ -324,6 +324,14 @@ def explained(url: str) -> Iterator[None]:
         ) from error
 
 
+def copy_command(path: str | os.PathLike[str]) -> str:
+    """Returns the command that copies a folder of a store to a disk; "": the path is none there."""
+    copy = {"s3": "aws s3 sync", "gs": "gcloud storage cp -r"}
+    url = absolute(path)
+    tool = copy.get(url.partition("://")[0]) if is_remote(path) else None
+    return "" if tool is None else f"copy it to a disk first: {tool} {url} FOLDER"
+
+
 def request_seconds(size: int) -> float:
     """Returns the timeout of a request that sends or receives so many bytes."""
     return _settings.seconds + size / _SLOWEST_BYTES_PER_SECOND

@@ -12,9 +12,11 @@ import pytest
 from ppdist.common import files, retry
 from ppdist.common.addresses import work_folder
 from ppdist.common.errors import CheckpointError, StorageError
+from ppdist.common.manifest import follow_pointer
 from ppdist.engine import mirror as module
 from ppdist.engine.checkpoint import newest_valid, path_of, point, prune, save_checkpoint
 from ppdist.engine.mirror import Mirror, description_of, upload_rest
+from ppdist.models.weights import checkpoint_of
 from ppdist.storage import stores
 from tests.errors import raises
 
@@ -227,6 +229,23 @@ def test_a_run_is_described_without_its_weights(tmp_path, store):
         assert not (folder / "checkpoints/last/model.safetensors").exists()
     with pytest.raises(CheckpointError), description_of("memory://bucket/other"):
         pass
+
+
+def test_a_copied_folder_has_text_in_place_of_links(tmp_path, store):
+    mirror = mirror_at(tmp_path / "a")
+    for step in (2, 4):
+        save(mirror.folder, step)
+    point(mirror.folder / "checkpoints/best", path_of(mirror.folder, 2))
+    mirror.finish()
+    for name in store.names():
+        file = tmp_path / "copy" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(store.text(name)) if "tensors" not in name else file.touch()
+    folder = tmp_path / "copy/checkpoints"
+    assert checkpoint_of(tmp_path / "copy") == path_of(folder, 2)
+    assert follow_pointer(folder / "last") == path_of(folder, 4)
+    (folder / "last").write_text("../../elsewhere")
+    assert follow_pointer(folder / "last") == folder / "last"
 
 
 @pytest.mark.parametrize(
