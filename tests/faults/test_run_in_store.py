@@ -41,8 +41,8 @@ def test_a_run_that_was_killed_goes_on_without_its_disk(
             overrides=[f"output_dir={URL}"], variables=environment(store),
         )  # fmt: skip
 
-    # Slow enough that checkpoints are uploaded while it trains.
-    with job("first", fault="slow=1@rank0:step5") as first:
+    # Slow enough that the second one starts while it trains.
+    with job("first", fault="slow=8@rank0:step9") as first:
         deadline = time.monotonic() + 300
         while not was_put(store, "checkpoints/step-00000008/manifest.json"):
             assert first.process.poll() is None and time.monotonic() < deadline, first.text
@@ -56,7 +56,8 @@ def test_a_run_that_was_killed_goes_on_without_its_disk(
         assert_refused(third, "has a run already")
     with job("fourth", "--resume") as fourth:
         assert fourth.wait() == 0, fourth.text
-    assert fourth.steps[0] > 8 and fourth.steps[-1] == scenario.steps, fourth.text
+    assert fourth.steps[0] in (9, 13, 17, 21), fourth.text  # after a checkpoint
+    assert fourth.steps[-1] == scenario.steps, fourth.text
     assert first_difference(undisturbed, scenario.folder / "fourth" / work_folder(URL)) == ""
     with job("fifth", "--resume") as fifth:  # the store has all of it
         assert fifth.wait() == 0, fifth.text
