@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,7 +56,7 @@ class Store:
 
 
 @pytest.fixture
-def store(monkeypatch) -> Store:
+def store(monkeypatch) -> Iterator[Store]:
     monkeypatch.setattr(retry, "_START_SECONDS", 0.0)
     for name, seconds in (("_LOOK", 0.02), ("_RECORDS", 0.0), ("_RENEW", 0.02), ("_SILENT", 0.3)):
         monkeypatch.setattr(module, f"{name}_SECONDS", seconds)
@@ -63,7 +64,10 @@ def store(monkeypatch) -> Store:
         monkeypatch.setattr(module, name, 0.5)
     store = Store()
     monkeypatch.setattr(stores, "_open_once", lambda url: store)
-    return store
+    yield store
+    for thread in threading.enumerate():  # or one would write to the store of the next test
+        if thread.name == "mirror":
+            thread.join(30)
 
 
 def mirror_at(folder: Path, *, resumes: bool = False) -> Mirror:
