@@ -60,6 +60,7 @@ else:  # before Python 3.12 a class can only derive from Path's concrete type
 Picture: TypeAlias = np.ndarray | Image.Image  # uint8 RGB [H, W, 3], or Pillow's
 Place: TypeAlias = str | Path
 Config: TypeAlias = Place | ExperimentConfig
+Augment: TypeAlias = bool | Sequence[float]  # or scales of the input
 Classes: TypeAlias = Sequence[str | int] | str | int | None  # by name or by number from 0
 
 
@@ -129,28 +130,28 @@ class Detector:
     def __call__(
         self, source: Picture | bytes, *, threshold: float | None = ..., classes: Classes = ...,
         iou: float | None = ..., batch: int = ..., slice: int | None = ..., overlap: float = ...,
-        track: bool = ...,
+        track: bool = ..., agnostic: bool = ..., augment: Augment = ...,
     ) -> Detections: ...  # fmt: skip
 
     @overload
     def __call__(
         self, source: list[Any] | tuple[Any, ...], *, threshold: float | None = ...,
         classes: Classes = ..., iou: float | None = ..., batch: int = ..., slice: int | None = ...,
-        overlap: float = ..., track: bool = ...,
+        overlap: float = ..., track: bool = ..., agnostic: bool = ..., augment: Augment = ...,
     ) -> list[Detections]: ...  # fmt: skip
 
     @overload
     def __call__(
         self, source: Iterator[Any] | int, *, threshold: float | None = ...,
         classes: Classes = ..., iou: float | None = ..., batch: int = ..., slice: int | None = ...,
-        overlap: float = ..., track: bool = ...,
+        overlap: float = ..., track: bool = ..., agnostic: bool = ..., augment: Augment = ...,
     ) -> Iterator[Detections]: ...  # fmt: skip
 
     @overload
     def __call__(
         self, source: Place, *, threshold: float | None = ..., classes: Classes = ...,
         iou: float | None = ..., batch: int = ..., slice: int | None = ..., overlap: float = ...,
-        track: bool = ...,
+        track: bool = ..., agnostic: bool = ..., augment: Augment = ...,
     ) -> Any: ...  # fmt: skip
 
     @answering("predict")
@@ -165,6 +166,8 @@ class Detector:
         slice: int | None = None,
         overlap: float = 0.2,
         track: bool = False,
+        agnostic: bool = False,
+        augment: Augment = False,
     ) -> Any:
         """Detects objects in images, videos or streams.
 
@@ -172,8 +175,9 @@ class Detector:
             source: one image gives Detections: uint8 RGB [H, W, 3] (not OpenCV's BGR), a picture of
                 Pillow, a file, its bytes, or an http(s) address.  A list or tuple of these gives a
                 list.  What may hold many gives an iterator, which works as it is read: a folder
-                (searched to its depth), a pattern (`photos/*.jpg`), a video, an rtsp address, the
-                number of a camera, or an iterator of images.
+                (searched to its depth), a pattern (`photos/*.jpg`), a .txt with a path or an
+                address a line, a video, an rtsp address, the number of a camera, or an iterator of
+                images.
             threshold: lowest score of a box, 0..1; None: the one of the best F1 in the last
                 evaluation, if the weights record it, else 0.25.
             classes: only boxes of these classes, by name or by number from 0; None: of all.
@@ -185,6 +189,9 @@ class Detector:
             overlap: of neighbouring squares, as a part of their side.
             track: follow objects through the frames of each video, by `Detections.track_ids`
                 (ByteTrack, needs ppdist[track]); the images of an iterator are frames of one.
+            agnostic: boxes suppress those of other classes, too (nms.class_agnostic).
+            augment: True: look at the mirrored image, too, and fuse the boxes (`ppdist ensemble
+                fuse`); scales such as (0.83, 1, 1.2): at inputs of these sizes, as well.
         Raises: DataError: an image, video or stream cannot be read, the last two when the iterator
             is read.  Such files of a folder or pattern are skipped with a warning, and so are
             damaged frames of a video; the other frames keep their numbers.
@@ -192,7 +199,7 @@ class Detector:
         from ppdist.predict.model import wanted
 
         choice = wanted(self._model.spec, threshold, classes, _warn)
-        predict = self._predict(iou, slice, overlap, batch)
+        predict = self._predict(iou, slice, overlap, batch, agnostic, augment)
         if isinstance(source, str | Path | int):
             if is_many(source):
                 sources = expand([source])
@@ -325,9 +332,16 @@ class Detector:
         return apply_overrides(config, [*items, *overrides])
 
     def _predict(
-        self, iou: float | None, slice: int | None, overlap: float, batch: int
+        self,
+        iou: float | None,
+        slice: int | None,
+        overlap: float,
+        batch: int,
+        agnostic: bool,
+        augment: Augment,
     ) -> "Predict":
-        from ppdist.predict.model import with_iou
+        from ppdist.lab.ensemble.views import SCALES, with_views
+        from ppdist.predict.model import with_suppression
         from ppdist.predict.slicing import with_slices
 
         for name, value, minimum in (("batch", batch, 1), ("slice", slice, 32)):
@@ -339,10 +353,23 @@ class Detector:
             raise ConfigError(
                 "expected 0 to below 1", code="option_invalid", where=f"overlap={overlap:g}"
             )
-        predict: Predict = self._model
-        if iou is not None:
-            predict = with_iou(self._model, iou)
-        return with_slices(predict, slice, overlap, batch) if slice else predict
+        scales = SCALES if augment is True else augment or ()
+        if not all(0.1 <= scale <= 10 for scale in scales):
+            raise ConfigError(
+                "expected scales of the input from 0.1 to 10",
+                code="option_invalid",
+                where=f"augment={augment}",
+            )
+        nms = self._model.spec.nms
+        assert nms is not None  # a detector's
+        predict: Predict
+        if scales:
+            predict = with_views(self._model, scales, iou=iou, agnostic=agnostic)
+        else:
+            predict = with_suppression(self._model, iou, agnostic)
+        if not slice:
+            return predict
+        return with_slices(predict, slice, overlap, batch, agnostic or nms.class_agnostic)
 
     def _detect(
         self,

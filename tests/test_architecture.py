@@ -25,7 +25,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cpu", "losses", "metrics", "optim"),
     ("viz",),
     ("engine", "export"),
-    ("lab", "predict", "report"),
+    ("predict",),
+    ("lab", "report"),
     ("api", "cli"),
     PROGRAMS,
 )

@@ -20,18 +20,19 @@ float overlap(const Box& one, const Box& other) {
     return shared / (area(one) + area(other) - shared);
 }
 
-// The predictions of each class that score.
-std::vector<std::vector<Box>> by_class(const float* scores, const float* boxes, size_t predictions,
-                                       size_t classes, const Nms& nms) {
-    std::vector<std::vector<Box>> found(classes);
+// The predictions that score, in the groups that compete: classes, or one of all.
+std::vector<std::vector<Box>> groups_of(const float* scores, const float* boxes,
+                                        size_t predictions, size_t classes, const Nms& nms) {
+    const bool agnostic = nms.class_agnostic && nms.iou_threshold;
+    std::vector<std::vector<Box>> found(agnostic ? 1 : classes);
     for (size_t n = 0; n < predictions; ++n) {
         const float *row = scores + n * classes, *best = std::max_element(row, row + classes);
         if (!(*best > nms.score_threshold)) continue;
         const float* box = boxes + 4 * n;
         for (size_t label = 0; label < classes; ++label) {
-            const bool counts = nms.multi_label || row + label == best;
+            const bool counts = (nms.multi_label && !agnostic) || row + label == best;
             if (!counts || !(row[label] > nms.score_threshold)) continue;
-            found[label].push_back(
+            found[agnostic ? 0 : label].push_back(
                 {static_cast<int>(label), row[label], box[0], box[1], box[2], box[3]});
         }
     }
@@ -43,7 +44,7 @@ std::vector<std::vector<Box>> by_class(const float* scores, const float* boxes, 
 std::vector<Box> suppress(const float* scores, const float* boxes, size_t predictions,
                           size_t classes, const Nms& nms) {
     std::vector<Box> kept;
-    for (auto& found : by_class(scores, boxes, predictions, classes, nms)) {
+    for (auto& found : groups_of(scores, boxes, predictions, classes, nms)) {
         if (!nms.iou_threshold) {
             kept.insert(kept.end(), found.begin(), found.end());
             continue;

@@ -40,7 +40,7 @@ Nms nms_of(const json& section) {
     std::optional<float> overlap;
     if (has(section, "iou_threshold")) overlap = section.at("iou_threshold").get<float>();
     return {section.at("score_threshold"), overlap, section.at("candidates"), section.at("keep"),
-            section.at("multi_label")};
+            section.at("multi_label"), section.value("class_agnostic", false)};
 }
 
 Spec spec_of(const json& content, const std::filesystem::path& directory, bool int8) {

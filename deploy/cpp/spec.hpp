@@ -23,7 +23,7 @@ struct Normalisation {
     std::array<float, 3> mean, std;
 };
 
-// Non-maximum suppression within each class.
+// Non-maximum suppression.
 struct Nms {
     float score_threshold;  // predictions must score more
     std::optional<float> iou_threshold;  // of two boxes that overlap more, the better stays;
@@ -31,6 +31,7 @@ struct Nms {
     size_t candidates;      // best boxes of a class that enter
     size_t keep;            // best boxes of the image that leave
     bool multi_label;       // false: a prediction counts for its best class only
+    bool class_agnostic;    // boxes suppress those of other classes, too
 };
 
 struct Spec {

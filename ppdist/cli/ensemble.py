@@ -104,7 +104,8 @@ def fuse(arguments: argparse.Namespace) -> None:
     members = []
     for config, (_, weights) in zip(configs, models):
         members += members_of_model(config, weights, dataset, arguments)
-    fused_R7 = fusing.fuse_members(members, arguments.iou, arguments.keep)
+    agnostic = any(config.suppression.class_agnostic for config in configs)
+    fused_R7 = fusing.fuse_members(members, arguments.iou, arguments.keep, agnostic)
 
     def write() -> None:
         print(

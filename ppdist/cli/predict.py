@@ -49,8 +49,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="CPU threads of --model (default: 1)")
     parser.add_argument("--source", required=True, nargs="+", metavar="X",
                         help="image, video, folder (searched recursively), pattern (quoted: "
-                        "'a/**/*.jpg'), http(s) or rtsp address, number of a camera, or - for an "
-                        "image on standard input")  # fmt: skip
+                        "'a/**/*.jpg'), http(s) or rtsp address, number of a camera, a .txt with "
+                        "one of these a line, or - for an image on standard input")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="where to write (RUN/predictions, or "
                         "output/NAME_predictions)")  # fmt: skip
@@ -62,6 +62,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--iou", type=float,
                         help="IoU threshold of non-maximum suppression, 0..1 (default: that of the "
                         "weights)")  # fmt: skip
+    parser.add_argument("--agnostic", action="store_true",
+                        help="boxes suppress those of other classes, too "
+                        "(nms.class_agnostic)")  # fmt: skip
+    parser.add_argument("--augment", nargs="*", type=float, metavar="SCALE",
+                        help="look at mirrored images, too, and at inputs of these scales "
+                        "(default: 1), and fuse the boxes; slower by that factor")  # fmt: skip
     parser.add_argument("--format", default="coco", metavar="LIST",
                         help="of coco, yolo (labels/, with scores), voc (annotations/), csv, crops "
                         "(crops/CLASS/): what is written; coco always is")  # fmt: skip
@@ -217,15 +223,23 @@ def choose_boxes(model: "LoadedModel", arguments: argparse.Namespace) -> "Wanted
 
 
 def with_options(model: "LoadedModel", arguments: argparse.Namespace) -> "Predict":
-    """Wraps the model so that it applies --iou and --slice."""
-    from ppdist.predict.model import with_iou
+    """Wraps the model so that it applies --iou, --agnostic, --augment and --slice."""
+    from ppdist.lab.ensemble.views import SCALES, with_views
+    from ppdist.predict.model import with_suppression
     from ppdist.predict.slicing import with_slices
 
-    predict = model if arguments.iou is None else with_iou(model, arguments.iou)
+    if model.spec.nms is None:  # a classifier
+        return model
+    iou, agnostic = arguments.iou, arguments.agnostic or model.spec.nms.class_agnostic
+    if arguments.augment is None:
+        predict = with_suppression(model, iou, agnostic=arguments.agnostic)
+    else:
+        scales = arguments.augment or SCALES
+        predict = with_views(model, scales, iou=iou, agnostic=agnostic)
     if not arguments.slice:
         return predict
     overlap = _OVERLAP if arguments.overlap is None else arguments.overlap
-    return with_slices(predict, arguments.slice, overlap, arguments.batch)
+    return with_slices(predict, arguments.slice, overlap, arguments.batch, agnostic)
 
 
 def formats_of(arguments: argparse.Namespace) -> Sequence[str]:
@@ -249,6 +263,13 @@ def require_valid_options(arguments: argparse.Namespace) -> None:
         if value is not None and not 0 <= value <= 1:
             raise errors.ConfigError(
                 "expected 0..1", code="option_invalid", where=f"--{name} {value:g}"
+            )
+    for scale in arguments.augment or ():
+        if not 0.1 <= scale <= 10:
+            raise errors.ConfigError(
+                "expected scales of the input from 0.1 to 10",
+                code="option_invalid",
+                where=f"--augment {scale:g}",
             )
     if arguments.overlap is not None and not arguments.slice:
         raise errors.ConfigError(
@@ -283,6 +304,8 @@ def refuse_box_options(arguments: argparse.Namespace, formats: Sequence[str]) ->
         "--threshold": arguments.threshold is not None,
         "--classes": arguments.classes is not None,
         "--iou": arguments.iou is not None,
+        "--agnostic": arguments.agnostic,
+        "--augment": arguments.augment is not None,
         "--slice": bool(arguments.slice),
         "--track": arguments.track,
         f"--format {arguments.format}": bool({*formats} - {"coco"}),

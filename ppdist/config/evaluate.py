@@ -56,7 +56,7 @@ class EvaluateConfig(Section):
 
 
 class NMSConfig(Section):
-    """Selection of predictions: class-wise non-maximum suppression, or simply the best scores."""
+    """Selection of predictions: non-maximum suppression, or simply the best scores."""
 
     score_threshold: float = Field(
         default=0.01, ge=0, le=1, description="predictions below this score are dropped"
@@ -76,4 +76,10 @@ class NMSConfig(Section):
         default=True,
         description="true: a prediction counts for every class that scores; false: for its best "
         "class only",
+    )
+    class_agnostic: bool = Field(
+        default=False,
+        description="true: boxes suppress those of other classes, too, in evaluation, predictions "
+        "and exports alike; a prediction then counts for its best class only, and candidates are "
+        "those of an image. Without iou_threshold it has no effect",
     )

@@ -277,7 +277,7 @@ def _ineffective_key_errors(config: ExperimentConfig) -> Iterator[str]:
         yield "evaluate.rectangular_pad: has no effect without evaluate.rectangular: true"
     yield from _scaling_errors(config)
     # null is allowed everywhere: it is how a file says that nothing is suppressed.
-    for key in ("iou_threshold", "candidates"):
+    for key in ("iou_threshold", "candidates", "class_agnostic"):
         is_set = getattr(config.nms, key) not in (type(config.nms).model_fields[key].default, None)
         if is_set and config.model.task == "detect" and not config.model.needs_nms:
             yield (

@@ -274,15 +274,13 @@ def refuse_name(owner: str, name: str, *, imports: bool = False) -> None:
         owner: ppdist, Detector or Detections: a part of `python` in migration.yml.
         name: an attribute, or `[0]` for an index.
         imports: by `from owner import name`, where Python hides the text of an AttributeError.
-    Raises: ConfigError `foreign_option`; unless imported it is also an AttributeError, for `[0]` a
-        TypeError.
+    Raises: ConfigError `foreign_option`; unless imported it is also an AttributeError.
     """
     text = table().python[owner].get(name)
     if text is None:
         return
     where = f"{owner}[0]" if name == "[0]" else f"{owner}.{name}"
-    kind: type[ConfigError] = ForeignArgument if name == "[0]" else ForeignName
-    kind = ConfigError if imports else kind
+    kind: type[ConfigError] = ConfigError if imports else ForeignName
     owner_of_name = "" if text.startswith("of earlier") else "of another trainer; "
     raise kind(f"a name {owner_of_name}{text}", code="foreign_option", where=where)
 

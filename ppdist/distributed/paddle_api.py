@@ -90,14 +90,16 @@ def multiclass_nms3(
     pre_nms_topk: int,
     max_detections: int,
     iou_threshold: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes rows_R6 and count_B of `losses.nms.multiclass_nms` by Paddle's operator.
 
     Args:
         pre_nms_topk: number of boxes of each class that enter, the best.
         max_detections: number of boxes of an image that leave, the best.
+    Returns: rows_R6; of one class index_R, int32: the position of each among the B * N boxes; and
+        count_B.
     """
-    rows_R6, _, count_B = paddle._C_ops.multiclass_nms3(
+    rows_R6, index_R1, count_B = paddle._C_ops.multiclass_nms3(
         boxes_BN4,
         scores_BCN,
         None,  # rois_num: all images have the same N
@@ -109,7 +111,7 @@ def multiclass_nms3(
         1.0,  # eta: the threshold does not adapt
         -1,  # no class is background
     )
-    return rows_R6, count_B
+    return rows_R6, index_R1.flatten(), count_B
 
 
 # Optimizer

@@ -1,5 +1,6 @@
 """ONNX: non-maximum suppression in the graph, and 8-bit integers.
 
+    (class_agnostic: scores -> score and label of the best class, which stands for all)
     scores, boxes -> best `candidates` of each class -> ONNX NonMaxSuppression -> scores, boxes
     scores, boxes -> best `keep` of each image -> rows, count
 
@@ -135,13 +136,16 @@ def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
     model = onnx.load(str(raw))
     graph = _Builder(model.graph)
     scores, boxes = (output.name for output in list(model.graph.output)[:2])
-    if not nms.multi_label:
+    labels = None
+    if nms.class_agnostic and nms.iou_threshold is not None:
+        scores, labels = _merge_classes(graph, scores)
+    elif not nms.multi_label:
         scores = _best_class_only(graph, scores)
     # ONNX's NonMaxSuppression takes scores [B, C, N].
     scores = graph.add("Transpose", scores, perm=[0, 2, 1])
     if nms.iou_threshold is not None:
         scores = _append_suppression(graph, scores, boxes, nms, nms.iou_threshold)
-    _append_best(graph, scores, boxes, nms)
+    _append_best(graph, scores, boxes, nms, labels)
     batch = model.graph.input[0].type.tensor_type.shape.dim[0]
     del model.graph.output[:]
     model.graph.output.extend(
@@ -156,10 +160,14 @@ def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
     onnx.save(model, str(file))
 
 
-def _append_best(graph: _Builder, scores_BCN: str, boxes_BN4: str, nms: NMSConfig) -> None:
+def _append_best(
+    graph: _Builder, scores_BCN: str, boxes_BN4: str, nms: NMSConfig, labels_BN1: str | None
+) -> None:
     """Adds the outputs: the best `keep` prediction-class pairs of each image.
 
     On ties the lower class wins, then the first prediction.
+
+    Args: labels_BN1: the classes of the predictions, float32, where C is 1 and stands for all.
     """
     from onnx import TensorProto, helper
 
@@ -168,12 +176,16 @@ def _append_best(graph: _Builder, scores_BCN: str, boxes_BN4: str, nms: NMSConfi
     limit = graph.add("Min", size, graph.constant([nms.keep]))
     score_BK, index_BK = graph.add_all("TopK", flat_BX, limit, outputs=2, axis=1)
     predictions = graph.add("Gather", graph.add("Shape", scores_BCN), graph.constant(2))
-    label_BK = graph.cast(graph.add("Div", index_BK, predictions), "FLOAT")
     last_axis = graph.constant([2])
     place_BK1 = graph.add("Unsqueeze", graph.add("Mod", index_BK, predictions), last_axis)
     box_BK4 = graph.add("GatherND", boxes_BN4, place_BK1, batch_dims=1)
-    columns = [graph.add("Unsqueeze", column, last_axis) for column in (label_BK, score_BK)]
-    rows_BK6 = graph.add("Concat", *columns, box_BK4, axis=2)
+    if labels_BN1 is None:
+        label_BK = graph.cast(graph.add("Div", index_BK, predictions), "FLOAT")
+        label_BK1 = graph.add("Unsqueeze", label_BK, last_axis)
+    else:
+        label_BK1 = graph.add("GatherND", labels_BN1, place_BK1, batch_dims=1)
+    score_BK1 = graph.add("Unsqueeze", score_BK, last_axis)
+    rows_BK6 = graph.add("Concat", label_BK1, score_BK1, box_BK4, axis=2)
     passes_BK = graph.add("Greater", score_BK, graph.constant(nms.score_threshold, np.float32))
     # Not every runtime has NonZero or ReduceSum of booleans.
     passes_BK = graph.cast(passes_BK, "FLOAT")
@@ -212,6 +224,16 @@ def _best_class_only(graph: _Builder, scores_BNC: str) -> str:
     classes_C = graph.add("Range", graph.constant(0), size, graph.constant(1))
     is_best_BNC = graph.add("Equal", classes_C, best_BN1)
     return graph.add("Where", is_best_BNC, scores_BNC, graph.constant(0, np.float32))
+
+
+def _merge_classes(graph: _Builder, scores_BNC: str) -> tuple[str, str]:
+    """Makes one class of all; returns scores_BN1 and labels_BN1 (float32) of the best ones.
+
+    On ties the first class wins.
+    """
+    one = graph.constant([1])
+    scores_BN1, labels_BN1 = graph.add_all("TopK", scores_BNC, one, outputs=2, axis=2)
+    return scores_BN1, graph.cast(labels_BN1, "FLOAT")
 
 
 def _best_candidates(graph: _Builder, scores_BCN: str, nms: NMSConfig) -> str:

@@ -374,7 +374,7 @@ def unexplained_rows(
     pairs_P2 = _match_rows(got_R6, true_R6)
     unmatched = [np.delete(side, pairs_P2[:, i], axis=0) for i, side in enumerate(sides)]
     explained = [_is_at_threshold(unmatched[i], sides[i], sides[1 - i], nms) for i in (0, 1)]
-    overlap_GT = _iou(*unmatched) >= _iou_limit(nms) - _IOU_TIE
+    overlap_GT = _iou(*unmatched, nms) >= _iou_limit(nms) - _IOU_TIE
     # The scores of got above those of true.
     better_GT = unmatched[0][:, None, 1] - unmatched[1][None, :, 1]
     if raw is not None:
@@ -402,7 +402,9 @@ def _last_candidates(rows_R6: np.ndarray, scores_NC: np.ndarray, nms: NMSConfig)
     count, classes = scores_NC.shape
     if count <= nms.candidates or nms.iou_threshold is None:
         return np.zeros(len(rows_R6), bool)
-    if not nms.multi_label:
+    if nms.class_agnostic:  # the candidates of all classes together
+        scores_NC = np.broadcast_to(scores_NC.max(1, keepdims=True), scores_NC.shape)
+    elif not nms.multi_label:
         best_N1 = scores_NC.argmax(1)[:, None]
         scores_NC = np.where(np.arange(classes) == best_N1, scores_NC, 0)
     first = count - nms.candidates
@@ -449,9 +451,9 @@ def _is_at_threshold(
     """Returns which rows [R] that only one side kept were at a threshold.
 
     A row is at the score threshold; or at the lowest score of the other side's full list; or its
-    IoU with a better row of its class is at the IoU threshold, or means nothing because the box is
-    thinner than the tolerance (without area runtimes differ, too); or two classes of one box score
-    alike and only one may stay.
+    IoU with a better row of its class (or of any, if agnostic) is at the IoU threshold, or means
+    nothing because the box is thinner than the tolerance (without area runtimes differ, too); or
+    two classes of one box score alike and only one may stay.
     """
     scores_R = rows_R6[:, 1]
     tied_R = np.abs(scores_R - nms.score_threshold) <= _SCORE_TIE
@@ -461,9 +463,9 @@ def _is_at_threshold(
     tied_R |= (rows_R6[:, 4:] - rows_R6[:, 2:4]).min(1) <= BOX_TOLERANCE
     all_rows = np.concatenate([own_R6, other_R6])
     is_better = all_rows[None, :, 1] >= scores_R[:, None] - _SCORE_TIE
-    is_at_iou = np.abs(_iou(rows_R6, all_rows) - _iou_limit(nms)) <= _IOU_TIE
+    is_at_iou = np.abs(_iou(rows_R6, all_rows, nms) - _iou_limit(nms)) <= _IOU_TIE
     tied_R |= (is_better & is_at_iou).any(1)
-    if not nms.multi_label:
+    if not nms.multi_label or nms.class_agnostic:
         is_alike = np.abs(other_R6[None, :, 1] - scores_R[:, None]) <= _SCORE_TIE
         is_alike &= other_R6[None, :, 0] != rows_R6[:, None, 0]
         is_alike &= _box_distance(rows_R6[:, None, 2:], other_R6[None, :, 2:]) <= BOX_TOLERANCE
@@ -471,7 +473,7 @@ def _is_at_threshold(
     return tied_R
 
 
-def _iou(rows_R6: np.ndarray, rows_S6: np.ndarray) -> np.ndarray:
-    """Computes the pairwise IoU of rows [R, S]; -1 where the classes differ."""
-    same = rows_R6[:, None, 0] == rows_S6[None, :, 0]
+def _iou(rows_R6: np.ndarray, rows_S6: np.ndarray, nms: NMSConfig) -> np.ndarray:
+    """Computes the pairwise IoU of rows [R, S]; -1 where one never suppresses the other."""
+    same = nms.class_agnostic | (rows_R6[:, None, 0] == rows_S6[None, :, 0])
     return np.where(same, box_iou(rows_R6[:, 2:], rows_S6[:, 2:]), -1.0)

@@ -8,9 +8,10 @@ from ppdist.distributed import paddle_api
 
 
 def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tuple[Tensor, Tensor]:
-    """Suppresses overlapping boxes within each class, eager and in a static graph.
+    """Suppresses overlapping boxes, eager and in a static graph.
 
-    Without an iou_threshold it selects the best pairs of prediction and class.
+    A box suppresses those of its class, if `class_agnostic` those of all.  Without an iou_threshold
+    it selects the best pairs of prediction and class.
 
     Args:
         scores_BNC: 0..1, float32.
@@ -18,22 +19,30 @@ def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tup
 
     Returns:
         rows_R6: float32 [class, score, x1, y1, x2, y2] of all images one after the other.  Within
-            an image they are sorted by class, then by falling score; without suppression by falling
-            score only.  R = 0 if nothing passes.
+            an image they are sorted by class, then by falling score; agnostic or without
+            suppression by falling score only.  R = 0 if nothing passes.
         count_B: int32, number of rows of each image; at most nms.keep.
     """
-    if not nms.multi_label:
+    is_agnostic = nms.class_agnostic and nms.iou_threshold is not None
+    if not nms.multi_label and not is_agnostic:
         scores_BNC = _keep_best_class(scores_BNC)
     if nms.iou_threshold is None:
         return _select_best(scores_BNC, boxes_BN4, nms.score_threshold, nms.keep)
-    return paddle_api.multiclass_nms3(
+    entering_BNC = scores_BNC.max(axis=2, keepdim=True) if is_agnostic else scores_BNC
+    rows_R6, index_R, count_B = paddle_api.multiclass_nms3(
         boxes_BN4,
-        scores_BNC.transpose([0, 2, 1]),
+        entering_BNC.transpose([0, 2, 1]),
         score_threshold=nms.score_threshold,
         pre_nms_topk=nms.candidates,
         max_detections=nms.keep,
         iou_threshold=nms.iou_threshold,
     )
+    if is_agnostic:
+        # One class entered; the real ones are those of the predictions that stay.
+        label_R = paddle.gather(scores_BNC.argmax(axis=2).flatten(), index_R)
+        label_R1 = label_R.astype(rows_R6.dtype).unsqueeze(1)
+        rows_R6 = paddle.concat([label_R1, rows_R6[:, 1:]], axis=1)
+    return rows_R6, count_B
 
 
 def _select_best(

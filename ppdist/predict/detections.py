@@ -4,8 +4,10 @@ detections = detector("bus.jpg")
 str(detections)                                    "4 person, 1 bus"
 detections.boxes_xyxy, .scores, .class_ids, .names
 detections.show(), .plot(), .save("out.jpg")       with its boxes drawn; a notebook shows them
+len(detections), detections[0], detections[:3]     its objects, best first
+detections.summary(), .to_df()                     as a table
 detections.to_json(), .to_coco(), .to_yolo(), .to_voc()   as the formats have them
-detections.to_supervision(), .to_pandas()          as other libraries take them
+detections.to_supervision()                        as other libraries take them
 """
 
 import io
@@ -16,9 +18,9 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import cv2
 import numpy as np
@@ -45,6 +47,15 @@ class Detection(NamedTuple):
     class_id: int
     name: str
     track_id: int | None = None
+
+
+def _explain_object(detection: Detection, name: str) -> Any:
+    """Says what to write where a name of an image's results is asked of one of its objects."""
+    refuse_name("Detections", name)
+    raise AttributeError(f"'Detection' object has no attribute {name!r}")
+
+
+Detection.__getattr__ = _explain_object  # type: ignore[attr-defined]  # no field, so not in its body
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,14 +94,30 @@ class Detections:
         for (x1, y1, x2, y2), score, label, track in rows:
             yield Detection((x1, y1, x2, y2), score, label, self.names[label], track)
 
+    @overload
+    def __getitem__(self, index: int) -> Detection: ...
+
+    @overload
+    def __getitem__(self, index: slice | np.ndarray) -> "Detections": ...
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns an object by its place, best first; or Detections of a slice or a mask [N]."""
+        if isinstance(index, int | np.integer):
+            return list(self)[index]
+        tracks = None if self.track_ids is None else self.track_ids[index]
+        return replace(
+            self,
+            boxes_xyxy=self.boxes_xyxy[index],
+            scores=self.scores[index],
+            class_ids=self.class_ids[index],
+            track_ids=tracks,
+        )
+
     if not TYPE_CHECKING:  # a type checker says itself that there is no such name
 
         def __getattr__(self, name: str) -> Any:
             refuse_name("Detections", name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-        def __getitem__(self, index: Any) -> Any:
-            refuse_name("Detections", "[0]")
 
     def __str__(self) -> str:
         """Returns a summary such as "4 person, 1 bus"; the commonest class first."""
@@ -139,10 +166,11 @@ class Detections:
         Image.fromarray(self.plot()).save(content, "PNG")
         return content.getvalue()
 
-    def to_json(self) -> str:
-        """Returns JSON: `source`, `width`, `height` and `objects`, best first, boxes in pixels."""
-        height, width = self.image.shape[:2]
-        objects = [
+    def summary(self) -> list[dict[str, Any]]:
+        """Returns a dictionary for each object, best first: `name`, `class_id`, `score`, `box_xyxy`
+        in pixels, and `track_id` where it is followed; numbers are Python's, ready for JSON.
+        """
+        return [
             {
                 "name": detection.name,
                 "class_id": detection.class_id,
@@ -152,6 +180,11 @@ class Detections:
             }
             for detection in self
         ]
+
+    def to_json(self) -> str:
+        """Returns JSON: `source`, `width`, `height` and `objects`, those of `summary()`."""
+        height, width = self.image.shape[:2]
+        objects = self.summary()
         content = {"source": self.source, "width": width, "height": height, "objects": objects}
         return json.dumps(content)
 
@@ -244,6 +277,8 @@ class Detections:
         if self.track_ids is not None:
             columns["track_id"] = self.track_ids
         return pandas.DataFrame(columns)
+
+    to_df = to_pandas  # the name in other libraries
 
 
 def _has_desktop() -> bool:

@@ -85,6 +85,19 @@ class LoadedModel:
     nms_in_graph: bool
     predictor: Predictor
 
+    @property
+    def size_multiple(self) -> int:
+        """Returns what the sides of the input are multiples of, pixels."""
+        if isinstance(self.graph, EagerGraph):
+            return self.graph.model.size_multiple
+        return self.spec.input.size_multiple
+
+    def resized(self, size: tuple[int, int]) -> "LoadedModel":
+        """Returns the same model with an input of another (height, width)."""
+        section = self.spec.input.model_copy(update={"size": size})
+        spec = self.spec.model_copy(update={"input": section})
+        return make_loaded(spec, self.graph, self.nms_in_graph)
+
     def __call__(self, images: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Predicts images, all of them as one batch.
 
@@ -122,7 +135,7 @@ def load_weights(
     if class_note := load_all_weights(model, weights, names_for(weights, spec.class_names)):
         warn(f"{weights}: {class_note}")
     model.fuse()
-    return _make_loaded(spec, EagerGraph(model, spec.nms), spec.nms is not None)
+    return make_loaded(spec, EagerGraph(model, spec.nms), spec.nms is not None)
 
 
 def load_export(
@@ -166,7 +179,7 @@ def load_export(
         _LOGGER.warning("%s: %s", path, warning)
     where = "on the card" if options.device == "gpu" else f"threads: {threads}"
     _LOGGER.info("%s runs in %s, %s, %s", path, RUNTIMES[options.backend], precision, where)
-    return _make_loaded(spec, graph, form.nms_in_graph)
+    return make_loaded(spec, graph, form.nms_in_graph)
 
 
 def choose_runtime(
@@ -220,42 +233,66 @@ def export_folder(path: Path) -> Path | None:
     return path.parent if is_export_file and (path.parent / SPEC_FILE).is_file() else None
 
 
-def with_iou(model: LoadedModel, iou: float) -> Predict:
-    """Returns a model with another IoU threshold of non-maximum suppression.
+def with_suppression(
+    model: LoadedModel, iou: float | None = None, agnostic: bool = False
+) -> Predict:
+    """Returns a model with another non-maximum suppression.
 
     Boxes that an export's graph has suppressed already are suppressed once more.
 
-    Raises: ConfigError: no such number, or an export whose graph suppresses more than that.
+    Args:
+        iou: its threshold; None: that of the model.
+        agnostic: as nms.class_agnostic; False: as the model's.
+    Raises: ConfigError: no such number; an export whose graph suppresses more than that; or
+        agnostic alone for a model without suppression.
     """
-    if not 0 <= iou <= 1:
+    if iou is not None and not 0 <= iou <= 1:
         raise ConfigError("expected 0..1", code="option_invalid", where=f"iou {iou:g}")
     spec, graph = model.spec, model.graph
     assert spec.nms is not None  # a detector's
     configured = spec.nms.iou_threshold
+    limit = configured if iou is None else iou
+    if limit is None and agnostic:
+        raise ConfigError(
+            "this model suppresses no boxes, so there is no IoU threshold for agnostic",
+            code="option_missing",
+            where="agnostic",
+            fix=f"give one, too: --iou {NMSConfig().iou_threshold:g}",
+        )
+    if limit is None:
+        return model
+    agnostic = agnostic or spec.nms.class_agnostic
+    changes = {"iou_threshold": limit, "class_agnostic": agnostic}
+    if all(getattr(spec.nms, key) == value for key, value in changes.items()):
+        return model
     # Only outputs that are not suppressed yet can take a higher threshold.
     if configured is not None and (isinstance(graph, EagerGraph) or not model.nms_in_graph):
-        nms = spec.nms.model_copy(update={"iou_threshold": iou})
+        nms = spec.nms.model_copy(update=changes)
         graph = EagerGraph(graph.model, nms) if isinstance(graph, EagerGraph) else graph
-        return _make_loaded(spec.model_copy(update={"nms": nms}), graph, model.nms_in_graph)
-    if configured is not None and iou > configured:
+        return make_loaded(spec.model_copy(update={"nms": nms}), graph, model.nms_in_graph)
+    if configured is not None and limit > configured:
         raise ConfigError(
             f"the graph of this export suppresses boxes that overlap by more than {configured:g}",
             code="options_conflict",
-            where=f"iou {iou:g}",
+            where=f"iou {limit:g}",
             fix="use a lower value, the weights, or an export made --without-nms",
         )
-    return lambda images: [suppress_rows(rows_R6, iou) for rows_R6 in model(images)]
+    return lambda images: [suppress_rows(rows_R6, limit, agnostic) for rows_R6 in model(images)]
 
 
-def suppress_rows(rows_R6: np.ndarray, iou: float) -> np.ndarray:
-    """Returns the rows that no better row of their class overlaps by more than `iou`."""
+def suppress_rows(rows_R6: np.ndarray, iou: float, agnostic: bool = False) -> np.ndarray:
+    """Returns the rows that no better row of their class overlaps by more than `iou`.
+
+    Args: agnostic: no better row of any class.
+    """
     if not len(rows_R6):
         return rows_R6
     scores_RC = np.zeros((len(rows_R6), int(rows_R6[:, 0].max()) + 1), np.float32)
     scores_RC[np.arange(len(rows_R6)), rows_R6[:, 0].astype(int)] = rows_R6[:, 1]
     count = len(rows_R6)
     nms = {"score_threshold": 0.0, "iou_threshold": iou, "candidates": count, "keep": count}
-    return suppress(scores_RC, rows_R6[:, 2:], {**nms, "multi_label": False})
+    nms |= {"multi_label": False, "class_agnostic": agnostic}
+    return suppress(scores_RC, rows_R6[:, 2:], nms)
 
 
 @dataclass(frozen=True)
@@ -333,7 +370,8 @@ def _class_id(requested: str | int, spec: InferenceSpec) -> int:
     )
 
 
-def _make_loaded(spec: InferenceSpec, graph: Graph, nms_in_graph: bool) -> LoadedModel:
+def make_loaded(spec: InferenceSpec, graph: Graph, nms_in_graph: bool) -> LoadedModel:
+    """Makes a model of a graph with its description; see `LoadedModel`."""
     predictor = Predictor.of_graph(spec.model_dump(mode="json"), graph, nms_in_graph)
     return LoadedModel(spec, graph, nms_in_graph, predictor)
 

@@ -18,7 +18,9 @@ _COVERED = 0.5  # a part goes if this share of its area lies in a whole object o
 _IOU = 0.5  # of two boxes of one object in different slices
 
 
-def with_slices(predict: Predict, size: int, overlap: float, batch: int) -> Predict:
+def with_slices(
+    predict: Predict, size: int, overlap: float, batch: int, agnostic: bool = False
+) -> Predict:
     """Returns a detector that also predicts square slices of each image.
 
     Args:
@@ -26,10 +28,11 @@ def with_slices(predict: Predict, size: int, overlap: float, batch: int) -> Pred
         size: side of a slice, pixels; an image no larger is looked at as it is.
         overlap: of neighbours, part of their side, 0 to below 1.
         batch: slices at once.
+        agnostic: boxes of other classes count as boxes of one object, too.
     """
 
     def see(images: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [_predict_slices(predict, image, size, overlap, batch) for image in images]
+        return [_predict_slices(predict, image, size, overlap, batch, agnostic) for image in images]
 
     return see
 
@@ -46,7 +49,7 @@ def slice_corners(height: int, width: int, size: int, overlap: float) -> list[tu
 
 
 def _predict_slices(
-    predict: Predict, image_HW3: np.ndarray, size: int, overlap: float, batch: int
+    predict: Predict, image_HW3: np.ndarray, size: int, overlap: float, batch: int, agnostic: bool
 ) -> np.ndarray:
     height, width = image_HW3.shape[:2]
     # The whole image finds objects that are larger than a slice.
@@ -70,20 +73,23 @@ def _predict_slices(
             )
             rows.append(moved_R6)
             cut.append(cut_R)
-    return _merge(np.concatenate(rows), np.concatenate(cut))
+    return _merge(np.concatenate(rows), np.concatenate(cut), agnostic)
 
 
-def _merge(rows_R6: np.ndarray, cut_R: np.ndarray) -> np.ndarray:
-    """Keeps whole objects, and parts that no whole object of their class covers."""
-    whole_R6 = suppress_rows(rows_R6[~cut_R], _IOU)
-    parts_R6 = suppress_rows(rows_R6[cut_R], _IOU)
-    uncovered = [part for part in parts_R6 if not _is_covered(part, whole_R6)]
+def _merge(rows_R6: np.ndarray, cut_R: np.ndarray, agnostic: bool) -> np.ndarray:
+    """Keeps whole objects, and parts that no whole object of their class covers.
+
+    Args: agnostic: no whole object of any class.
+    """
+    whole_R6 = suppress_rows(rows_R6[~cut_R], _IOU, agnostic)
+    parts_R6 = suppress_rows(rows_R6[cut_R], _IOU, agnostic)
+    uncovered = [part for part in parts_R6 if not _is_covered(part, whole_R6, agnostic)]
     all_R6 = np.concatenate([whole_R6, *(part[None] for part in uncovered)])
     return all_R6[np.argsort(-all_R6[:, 1], kind="stable")]
 
 
-def _is_covered(part_6: np.ndarray, whole_R6: np.ndarray) -> bool:
-    same_R6 = whole_R6[whole_R6[:, 0] == part_6[0]]
+def _is_covered(part_6: np.ndarray, whole_R6: np.ndarray, agnostic: bool) -> bool:
+    same_R6 = whole_R6 if agnostic else whole_R6[whole_R6[:, 0] == part_6[0]]
     x1, y1, x2, y2 = part_6[2:]
     wide = np.minimum(same_R6[:, 4], x2) - np.maximum(same_R6[:, 2], x1)
     tall = np.minimum(same_R6[:, 5], y2) - np.maximum(same_R6[:, 3], y1)

@@ -25,6 +25,7 @@ import numpy as np
 from PIL import Image
 
 from ppdist.common.errors import DataError
+from ppdist.data.datasets.annotations import ignore_issue, read_text
 from ppdist.data.image import DARK, convert_array, convert_pillow, decode_image, read_content
 from ppdist.runtime.decoder import (
     IMAGE_SUFFIXES,
@@ -36,6 +37,7 @@ from ppdist.runtime.decoder import (
 from ppdist.storage.files import STORAGE
 
 STDIN = "-"
+LIST_SUFFIX = ".txt"  # of a file with a path or an address a line
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 KNOWN_SUFFIXES = IMAGE_SUFFIXES + VIDEO_SUFFIXES
 USUAL_RATE = 25.0  # frames a second of a video or camera that does not state its rate
@@ -101,7 +103,8 @@ def is_many(place: Path | str | int) -> bool:
     if isinstance(place, str) and (place == STDIN or place.startswith(_WEB)):
         return is_video(place)
     with data_errors(place):
-        return is_video(place) or Path(str(place)).is_dir() or _is_pattern(place)
+        path = Path(str(place))
+        return is_video(place) or path.is_dir() or _is_pattern(place) or _is_list(path)
 
 
 def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> list[Source]:
@@ -109,8 +112,9 @@ def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> 
 
     Args:
         words: file, folder (searched to its depth), pattern such as `a/**/*.jpg`, address (http,
-            https: an image, or a video by its suffix; rtsp and its like), number of a camera, or
-            STDIN for an image on standard input.
+            https: an image, or a video by its suffix; rtsp and its like), number of a camera,
+            STDIN for an image on standard input, or a text file with a path or an address a line,
+            relative to its folder.
         leave_out: a folder whose files do not count (where results are written).
     Raises: DataError: one of them does not exist, may not be read, or holds nothing to look at.
     """
@@ -119,7 +123,7 @@ def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> 
         with data_errors(word):
             sources += _expand_word(word, leave_out)
     # The files of one word differ in their paths, so their names are unique already.
-    if len(words) == 1:
+    if len(words) == 1 and not _is_list(Path(str(words[0]))):
         return sources
     used_names: set[str] = set()
     unique_sources, seen_places = [], set()
@@ -183,9 +187,52 @@ def _expand_word(word: Path | str | int, leave_out: Path | None) -> list[Source]
             raise DataError("no image or video matches", code="no_images", where=text)
         return [Source(file, str(Path(*file.parts[plain:]))) for file in chosen]
     path = Path(word)
+    if _is_list(path):
+        return _expand_list(path, leave_out)
     root = path if path.is_dir() else path.parent
     files = find_sources(path, leave_out)
     return [Source(file, str(file.relative_to(root))) for file in files]
+
+
+def _is_list(path: Path) -> bool:
+    return path.suffix.lower() == LIST_SUFFIX and path.is_file()
+
+
+def _expand_list(file: Path, leave_out: Path | None) -> list[Source]:
+    """Finds the sources of a list, a path or an address a line, paths relative to its folder.
+
+    Raises: DataError: it is empty, or a line is not found; `where` has its number.
+    """
+    sources: list[Source] = []
+    for number, line in enumerate(read_text(file, ignore_issue).splitlines(), start=1):
+        word = line.strip()
+        if not word:
+            continue
+        is_address = word.startswith((*_LIVE, *_WEB))
+        place = word if is_address else str(file.parent / word)
+        try:
+            if not is_address and _is_list(Path(place)):
+                raise DataError("a list in a list", code="source_of_many", where=place)
+            places = _expand_word(place, leave_out)
+        except DataError as error:
+            raise DataError(
+                f"{place}: {error.what}",
+                code=error.code,
+                where=f"{file}:{number}",
+                fix=error.fix or "correct the line; paths are relative to the list's folder",
+            ) from error
+        # A path keeps its folders, so that those of two files with one name differ.
+        is_one = not is_address and not os.path.isabs(word) and Path(place).is_file()
+        sources += [Source(places[0].place, _name_in(word))] if is_one else places
+    if not sources:
+        raise DataError("this list has no line", code="no_images", where=str(file))
+    return sources
+
+
+def _name_in(word: str) -> str:
+    """Returns the path in a list without what leads out of its folder."""
+    parts = [part for part in Path(os.path.normpath(word)).parts if part != os.pardir]
+    return str(Path(*parts))
 
 
 def find_sources(source: Path, leave_out: Path | None) -> list[Path]:

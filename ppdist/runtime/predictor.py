@@ -314,17 +314,21 @@ def _centre_crop(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -> np.ndarray:
-    """Suppresses non-maximum predictions of one image by class, as in exported graphs.
+    """Suppresses non-maximum predictions of one image, as in exported graphs.
 
     A prediction counts for every class with a score above `score_threshold` (with `multi_label`
     off: for its best class only).  In each class the best `candidates` predictions compete; one is
     dropped if its IoU with a better, kept one of the class is above `iou_threshold`.  The best
-    `keep` of all classes are returned.  If `iou_threshold` is null, none suppresses another, and
-    `candidates` has no effect.
+    `keep` of all classes are returned.  With `class_agnostic` a prediction counts for its best
+    class only, and all compete as if they were of one class; descriptions of earlier versions lack
+    it and are per class.  If `iou_threshold` is null, none suppresses another, and `candidates` and
+    `class_agnostic` have no effect.
 
-    Returns: rows_R6, float32: class, score, x1, y1, x2, y2; best first, then by lower class.
+    Returns: rows_R6, float32: class, score, x1, y1, x2, y2; best first, then by lower class (with
+        `class_agnostic` in the order of the predictions).
     """
-    if not nms["multi_label"]:
+    is_agnostic = nms["iou_threshold"] is not None and nms.get("class_agnostic", False)
+    if is_agnostic or not nms["multi_label"]:
         best_N = scores_NC.argmax(axis=1)
         only_N1 = np.take_along_axis(scores_NC, best_N[:, None], axis=1)
         scores_NC = np.where(np.arange(scores_NC.shape[1]) == best_N[:, None], only_N1, 0)
@@ -334,14 +338,17 @@ def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -
         best = np.lexsort((index_P, labels_P, -scores_P))[: nms["keep"]]
         columns = [labels_P[best], scores_P[best], boxes_N4[index_P[best]]]
         return np.column_stack(columns).astype(np.float32)
-    order_P = np.lexsort((index_P, -scores_P, labels_P))  # class after class, each best first
-    # Rank within the class: the position less that of the first prediction of the class.
-    rank_in_class_P = np.arange(len(order_P)) - np.searchsorted(
-        labels_P[order_P], labels_P[order_P]
+    # Predictions compete within their group: their class, or all.
+    groups_P = np.zeros_like(labels_P) if is_agnostic else labels_P
+    order_P = np.lexsort((index_P, -scores_P, groups_P))  # group after group, each best first
+    # Rank within the group: the position less that of its first prediction.
+    rank_in_group_P = np.arange(len(order_P)) - np.searchsorted(
+        groups_P[order_P], groups_P[order_P]
     )
-    order_P = order_P[rank_in_class_P < nms["candidates"]]
+    order_P = order_P[rank_in_group_P < nms["candidates"]]
     labels_P, scores_P, boxes_P4 = labels_P[order_P], scores_P[order_P], boxes_N4[index_P[order_P]]
-    selected = _select_boxes(boxes_P4, labels_P, scores_P, nms["iou_threshold"], nms["keep"])
+    groups_P = groups_P[order_P]
+    selected = _select_boxes(boxes_P4, groups_P, scores_P, nms["iou_threshold"], nms["keep"])
     return np.column_stack([labels_P[selected], scores_P[selected], boxes_P4[selected]]).astype(
         np.float32
     )
@@ -349,19 +356,19 @@ def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -
 
 def _select_boxes(
     boxes_P4: np.ndarray,
-    labels_P: np.ndarray,
+    groups_P: np.ndarray,
     scores_P: np.ndarray,
     threshold: float,
     max_detections: int,
 ) -> list[int]:
     """Selects the predictions to keep; returns their indices, best first.
 
-    The predictions are sorted by class, best first.
+    The predictions are sorted by group, best first; one suppresses those of its group.
     """
     x1_P, y1_P, x2_P, y2_P = np.ascontiguousarray(boxes_P4.T)
     area_P = np.maximum(x2_P - x1_P, 0) * np.maximum(y2_P - y1_P, 0)
-    ends_P = np.searchsorted(labels_P, labels_P, side="right")
-    suppressed_P = np.zeros(len(labels_P), bool)
+    ends_P = np.searchsorted(groups_P, groups_P, side="right")
+    suppressed_P = np.zeros(len(groups_P), bool)
     selected: list[int] = []
     with np.errstate(invalid="ignore", divide="ignore"):
         for best in np.argsort(-scores_P, kind="stable").tolist():

@@ -238,7 +238,9 @@ def test_a_classifier_gives_the_probabilities_of_eager(classifier: Path, backend
 @pytest.mark.parametrize(
     "limits",
     [{}, {"candidates": 20}, {"keep": 7}, {"iou_threshold": 0.0}, {"iou_threshold": 1.0},
-     {"score_threshold": 1.0}, {"iou_threshold": None}, {"iou_threshold": None, "keep": 7}],
+     {"score_threshold": 1.0}, {"iou_threshold": None}, {"iou_threshold": None, "keep": 7},
+     {"class_agnostic": True}, {"class_agnostic": True, "candidates": 20},
+     {"class_agnostic": True, "iou_threshold": None, "keep": 7}],
     ids=str,
 )  # fmt: skip
 def test_nms_keeps_exactly_paddle_rows(limits: dict[str, Any], multi_label: bool) -> None:

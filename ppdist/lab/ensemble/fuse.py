@@ -22,6 +22,7 @@ from ppdist.lab.ensemble.tta import predict_views
 from ppdist.lab.ensemble.wbf import weighted_fusion
 from ppdist.metrics.coco import evaluate_boxes, write_detections
 from ppdist.models.base import Detector, ImageModel
+from ppdist.predict.model import suppress_rows
 
 # The validation set that all members share.
 
@@ -138,22 +139,27 @@ def members_of_model(
         yield make_member(f"{name} {view}", rows_R7, dataset, max_detections)
 
 
-def fuse_members(members: Sequence[Member], iou: float, keep: int) -> np.ndarray:
+def fuse_members(
+    members: Sequence[Member], iou: float, keep: int, agnostic: bool = False
+) -> np.ndarray:
     """Fuses the members' detections; the result is equal on every rank.
 
     Collective: each has its rows of the same members; images are fused one by one, so the number of
     ranks plays no part.
 
-    Args: iou: of `weighted_fusion`.  keep: maximum boxes of an image, highest scores first.
+    Args:
+        iou: of `weighted_fusion`.
+        keep: maximum boxes of an image, highest scores first.
+        agnostic: see `fuse_image`.
     Returns: as `Member.rows_R7`, of all images, ordered by image, best first.
     Raises: EvaluationFailed, on every rank: some rank could not fuse its images.
     """
-    share_R7 = evaluate_on_all_ranks(lambda: _fuse_share(members, iou, keep)).value
+    share_R7 = evaluate_on_all_ranks(lambda: _fuse_share(members, iou, keep, agnostic)).value
     all_R7 = comm.all_gather_rows(share_R7)
     return all_R7[np.argsort(all_R7[:, 0], kind="stable")]
 
 
-def _fuse_share(members: Sequence[Member], iou: float, keep: int) -> np.ndarray:
+def _fuse_share(members: Sequence[Member], iou: float, keep: int, agnostic: bool) -> np.ndarray:
     """Fuses this rank's images."""
     rows_R7 = np.concatenate([member.rows_R7 for member in members])
     rows_R7 = rows_R7[np.argsort(rows_R7[:, 0], kind="stable")]
@@ -162,14 +168,17 @@ def _fuse_share(members: Sequence[Member], iou: float, keep: int) -> np.ndarray:
     fused = [np.zeros((0, 7), np.float32)]
     for begin, end in zip(first_R, [*first_R[1:], len(rows_R7)]):
         heartbeat.alive()
-        fused.append(fuse_image(rows_R7[begin:end], len(members), iou)[:keep])
+        fused.append(fuse_image(rows_R7[begin:end], len(members), iou, agnostic)[:keep])
     return np.concatenate(fused)
 
 
-def fuse_image(rows_R7: np.ndarray, members: int, iou: float) -> np.ndarray:
+def fuse_image(rows_R7: np.ndarray, members: int, iou: float, agnostic: bool = False) -> np.ndarray:
     """Fuses the rows of one image class by class, best first.
 
     On ties the lower class is first.
+
+    Args: agnostic: of fused boxes that overlap by more than iou, whatever their classes, the better
+        stays (`nms.class_agnostic`).
     """
     fused_rows = []
     for label in np.unique(rows_R7[:, 1]):
@@ -178,7 +187,14 @@ def fuse_image(rows_R7: np.ndarray, members: int, iou: float) -> np.ndarray:
         same_K2 = np.broadcast_to([rows_R7[0, 0], label], (len(scores_K), 2))
         fused_rows.append(np.concatenate([same_K2, scores_K[:, None], boxes_K4], axis=1))
     rows_K7 = np.concatenate(fused_rows).astype(np.float32)
-    return rows_K7[np.argsort(-rows_K7[:, 2], kind="stable")]
+    rows_K7 = rows_K7[np.argsort(-rows_K7[:, 2], kind="stable")]
+    if not agnostic:
+        return rows_K7
+    return np.pad(
+        suppress_rows(rows_K7[:, 1:], iou, agnostic),
+        ((0, 0), (1, 0)),
+        constant_values=rows_R7[0, 0],
+    )
 
 
 def write_fused(

@@ -94,11 +94,12 @@ LISTED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("agnostic", [False, True])
 @pytest.mark.parametrize("iou_threshold", [0.5, None])
 def test_the_suppression_uses_what_tensorrt_lists(
-    tmp_path: Path, iou_threshold: float | None
+    tmp_path: Path, iou_threshold: float | None, agnostic: bool
 ) -> None:
-    nms = NMSConfig(iou_threshold=iou_threshold, multi_label=False)
+    nms = NMSConfig(iou_threshold=iou_threshold, multi_label=False, class_agnostic=agnostic)
     append_nms(raw_model(tmp_path / "raw.onnx", 4), tmp_path / "kept.onnx", nms)
     graphs = [onnx.load(str(tmp_path / "kept.onnx")).graph]
     for graph in graphs:
@@ -155,6 +156,8 @@ def predictions(batch: int, count: int, classes: int, steps: int = 0) -> np.ndar
         NMSConfig(score_threshold=0.2, iou_threshold=1.0),
         NMSConfig(score_threshold=0.2, iou_threshold=None, keep=1000),  # more than there are
         NMSConfig(score_threshold=0.05, iou_threshold=None, keep=30, multi_label=False),
+        NMSConfig(score_threshold=0.05, iou_threshold=0.5, class_agnostic=True),
+        NMSConfig(score_threshold=0.0, candidates=50, keep=30, class_agnostic=True),
     ],
     ids=[
         "usual",
@@ -166,6 +169,8 @@ def predictions(batch: int, count: int, classes: int, steps: int = 0) -> np.ndar
         "no overlap",
         "no suppression",
         "no suppression, one label",
+        "agnostic",
+        "agnostic, few candidates",
     ],
 )
 def test_onnx_nms_keeps_rows_of_paddle(tmp_path: Path, nms: NMSConfig, batch: int) -> None:

@@ -26,19 +26,28 @@ def overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def nms_of_one_image(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: NMSConfig) -> np.ndarray:
     rows = []
-    if not nms.multi_label:
+    if not nms.multi_label or nms.class_agnostic:
         best = np.arange(scores_NC.shape[1]) == scores_NC.argmax(axis=1)[:, None]
         scores_NC = np.where(best, scores_NC, -1)
-    for label in range(scores_NC.shape[1]):
-        order = np.argsort(-scores_NC[:, label], kind="stable")
-        order = order[scores_NC[order, label] > nms.score_threshold][: nms.candidates]
+    groups = (
+        [range(scores_NC.shape[1])]
+        if nms.class_agnostic
+        else [[c] for c in range(scores_NC.shape[1])]
+    )
+    for labels in groups:
+        scores_N = scores_NC[:, labels].max(axis=1)
+        order = np.argsort(-scores_N, kind="stable")
+        order = order[scores_N[order] > nms.score_threshold][: nms.candidates]
         while len(order):
             best, rest = order[0], order[1:]
-            rows.append([label, scores_NC[best, label], *boxes_N4[best]])
+            label = labels[scores_NC[best, labels].argmax()]
+            rows.append([label, scores_N[best], *boxes_N4[best]])
             if nms.iou_threshold is not None:
                 rest = rest[overlap(boxes_N4[best], boxes_N4[rest]) <= nms.iou_threshold]
             order = rest
     best_first = sorted(rows, key=lambda row: -row[1])[: nms.keep]
+    if nms.class_agnostic:
+        return np.array(best_first, "float32").reshape(-1, 6)
     return np.array(sorted(best_first, key=lambda row: (row[0], -row[1])), "float32").reshape(-1, 6)
 
 
@@ -49,6 +58,8 @@ def test_rows_equal_a_plain_loop_per_class_and_image() -> None:
         NMSConfig(score_threshold=0.3, iou_threshold=0.4, candidates=30, keep=20),
         NMSConfig(score_threshold=0.0, iou_threshold=0.4, multi_label=False),
         NMSConfig(score_threshold=0.6, candidates=30, keep=20, multi_label=False),
+        NMSConfig(score_threshold=0.3, iou_threshold=0.4, class_agnostic=True),
+        NMSConfig(score_threshold=0.3, candidates=30, keep=20, class_agnostic=True),
     ):
         rows, count = multiclass_nms(paddle.to_tensor(scores), paddle.to_tensor(boxes), nms)
         want = [nms_of_one_image(s, b, nms) for s, b in zip(scores, boxes)]

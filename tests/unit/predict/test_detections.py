@@ -40,6 +40,21 @@ def test_words_and_items(found: Detections) -> None:
     assert (nothing.plot() == 90).all() and nothing.to_yolo() == ""
 
 
+def test_objects_have_places_and_a_table(found: Detections) -> None:
+    assert found[0] == next(iter(found)) and found[-1].box_xyxy == (1, 2, 3, 4)
+    assert [one.name for one in found[:2]] == [one.name for one in found][:2]
+    assert found[found.scores < 0.4].scores.tolist() == [0.25] and len(found[5:]) == 0
+    with pytest.raises(IndexError):
+        found[3]
+    first, *others = found.summary()
+    assert first == {"name": "person", "class_id": 0, "score": 0.9, "box_xyxy": [10, 20, 50, 60]}
+    assert len(others) == 2 and json.loads(json.dumps(first)) == first
+    with raises("foreign_option"):
+        found[0].boxes  # noqa: B018
+    with pytest.raises(AttributeError):
+        found[0].nothing  # noqa: B018
+
+
 def test_coco_yolo_and_voc_say_the_same_box(found: Detections) -> None:
     first = found.to_coco(5)[0]
     assert first == {"image_id": 5, "category_id": 7, "bbox": [10, 20, 40, 40], "score": 0.9}

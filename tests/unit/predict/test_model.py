@@ -7,7 +7,7 @@ import pytest
 
 from ppdist.common.errors import ConfigError
 from ppdist.export.spec import InferenceSpec
-from ppdist.predict.model import LoadedModel, _make_loaded, wanted, with_iou
+from ppdist.predict.model import LoadedModel, make_loaded, wanted, with_suppression
 from tests.errors import raises
 from tests.unit.export.tiny import SIZE, tiny_spec
 
@@ -69,14 +69,14 @@ def exported(nms_in_graph: bool) -> LoadedModel:
         return scores_RC[None], ROWS_R6[None, :, 2:]
 
     graph.output_names = ()  # type: ignore[attr-defined]
-    return _make_loaded(spec(), graph, nms_in_graph)  # type: ignore[arg-type]
+    return make_loaded(spec(), graph, nms_in_graph)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nms_in_graph", [True, False])
 @pytest.mark.parametrize(("iou", "left"), [(0.65, 3), (0.55, 2)])
 def test_an_export_suppresses_at_another_iou(nms_in_graph, iou, left) -> None:
     model = exported(nms_in_graph)
-    (rows_R6,) = with_iou(model, iou)([IMAGE])
+    (rows_R6,) = with_suppression(model, iou)([IMAGE])
     assert len(rows_R6) == left and (np.diff(rows_R6[:, 1]) <= 0).all()
     assert len(model([IMAGE])[0]) == 3, "the model itself is as it was"
 
@@ -84,5 +84,15 @@ def test_an_export_suppresses_at_another_iou(nms_in_graph, iou, left) -> None:
 def test_a_graph_that_left_out_more_is_refused() -> None:
     for iou, code in ((0.9, "options_conflict"), (1.5, "option_invalid")):
         with raises(code):
-            with_iou(exported(True), iou)
-    assert len(with_iou(exported(False), 0.9)([IMAGE])[0]) == 3
+            with_suppression(exported(True), iou)
+    assert len(with_suppression(exported(False), 0.9)([IMAGE])[0]) == 3
+
+
+def test_agnostic_without_a_threshold_is_refused() -> None:
+    model = exported(True)
+    nms = model.spec.nms.model_copy(update={"iou_threshold": None})
+    model = make_loaded(model.spec.model_copy(update={"nms": nms}), model.graph, True)
+    assert with_suppression(model) is model
+    with raises("option_missing"):
+        with_suppression(model, agnostic=True)
+    assert len(with_suppression(model, 0.5, agnostic=True)([IMAGE])[0]) >= 1

@@ -52,9 +52,21 @@ def test_addresses_and_cameras_have_safe_names(photos: Path) -> None:
     assert not is_many("p/a.jpg") and not is_many("https://x.org/a.jpg")
 
 
+def test_a_list_has_a_path_or_an_address_a_line(photos: Path) -> None:
+    lines = ["./p/a.jpg", "", "q/a.jpg", "https://x.org/a.jpg", str(photos / "q/a.jpg"), "p/deep"]
+    Path("some.txt").write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
+    assert is_many("some.txt")
+    sources = expand([str(photos / "some.txt")])
+    assert [source.name for source in sources] == ["p/a.jpg", "q/a.jpg", "a.jpg", "b.png"]
+    assert sources[1].place == photos / "q/a.jpg"
+    Path("bad.txt").write_text("p/a.jpg\np/none.jpg\n")
+    with raises("source_not_found", "bad.txt:2", "none.jpg"):
+        expand(["bad.txt"])
+
+
 @pytest.mark.parametrize(
     ("word", "code"),
-    [("p/*.gif", "no_images"), ("nowhere", "source_not_found"), ("p/notes.txt", "not_a_picture")],
+    [("p/*.gif", "no_images"), ("nowhere", "source_not_found"), ("p/notes.txt", "no_images")],
 )
 def test_a_source_with_nothing_is_told(photos: Path, word: str, code: str) -> None:
     with raises(code):
