@@ -6,6 +6,7 @@ ppdist data show DATA [--out F.png] [--eval] [--epoch N]       samples as the mo
 ppdist data convert DATA --to coco|yolo --out DIR              the same set in another format
 ppdist data convert DATA --to coco --shards 256MB --out DIR    images in tar shards, for stores
 ppdist data convert FOLDER --to coco --out DIR                 of labelme, CVAT, KITTI, ..., too
+ppdist data slice DATA --size 640 --out DIR                    large images cut, with their labels
 ppdist data split DATA --parts train=0.8 val=0.2               divide one split, by classes
 ppdist data split DATA --folds 5                               for cross-validation
 ppdist data anchors DATA --model yolov5s                       anchors fitted to the training set
@@ -26,11 +27,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ppdist.cli import RECIPE, add_data, load_experiment, make_parser, print_table
 from ppdist.common import errors, process
-from ppdist.common.arguments import at_least, byte_count
+from ppdist.common.arguments import at_least, byte_count, share
 
 if TYPE_CHECKING:
     from ppdist.config.experiment import ExperimentConfig
     from ppdist.data.checks.validate import Report
+    from ppdist.data.types import RawSet
 
 SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
 _MOST_CLASSES = 100  # that a table lists
@@ -71,6 +73,21 @@ def parse() -> argparse.Namespace:
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="data.root to be")
     convert.add_argument("--shards", type=byte_count, metavar="SIZE",
                          help="images in tar shards of that size, 256MB")  # fmt: skip
+    tiles = commands.add_parser("slice", help="cut large images into a set of tiles")
+    tiles.add_argument("--size", type=at_least(32), required=True, metavar="PIXELS",
+                       help="side of a tile")  # fmt: skip
+    tiles.add_argument("--out", type=Path, required=True, metavar="DIR", help="data.root to be")
+    tiles.add_argument("--to", default="coco", type=writable_format, choices=("coco", "yolo"),
+                       help="the format to write (coco)")  # fmt: skip
+    tiles.add_argument("--overlap", type=share, default=0.2, metavar="PART",
+                       help="of neighbours, of their side, below 1 (0.2)")  # fmt: skip
+    tiles.add_argument("--visible", type=share, default=0.1, metavar="PART",
+                       help="least part of an object's box that a tile shows (0.1)")  # fmt: skip
+    tiles.add_argument("--empty", type=share, default=1.0, metavar="PART",
+                       help="of the training tiles without an object, how many stay (1: all); "
+                       "those of validation do")  # fmt: skip
+    tiles.add_argument("--seed", type=at_least(0), default=0, metavar="N",
+                       help="of that choice (0)")  # fmt: skip
     for command in (check, convert):
         command.add_argument("--image-files", default="copy", choices=("copy", "link", "none"),
                              help="in what is written: copies (the default), links, or paths as "
@@ -82,7 +99,7 @@ def parse() -> argparse.Namespace:
     split.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of chance (0)")
     split.add_argument("--out", type=Path, metavar="DIR",
                        help="folder of the new files (that of the annotations)")  # fmt: skip
-    for command in (convert, split):
+    for command in (convert, split, tiles):
         add_data(command)
     synthetic = commands.add_parser("synthetic", help="make textured shapes with known boxes")
     synthetic.add_argument("--out", type=Path, required=True, metavar="DIR", help="data.root to be")
@@ -219,21 +236,12 @@ def say_how_to_train(out: Path) -> None:
     print("in a configuration, to use it:")
 
 
-def convert(arguments: argparse.Namespace) -> int:
+def read_splits(arguments: argparse.Namespace) -> "dict[str, RawSet]":
+    """Reads the splits of DATA or -c as they are, also of other tools."""
     from ppdist.data.datasets.annotations import IssueLog
     from ppdist.data.datasets.build import read_raw
-    from ppdist.data.datasets.convert import conversion_section, list_targets, remove_on_failure
-    from ppdist.data.datasets.convert import convert as write
     from ppdist.data.datasets.foreign import detect_tool, read_foreign
-    from ppdist.data.types import RawSet
 
-    kind, files = arguments.to, arguments.image_files
-    if arguments.shards and (kind != "coco" or files != "copy"):
-        raise errors.ConfigError(
-            "--shards goes with --to coco and copies of the images: COCO's JSON keeps every "
-            "annotation, and one file is fast in any store",
-            code="options_conflict",
-        )
     strictly = IssueLog()
     raws: dict[str, RawSet]
     if arguments.data and detect_tool(Path(arguments.data)):
@@ -242,6 +250,51 @@ def convert(arguments: argparse.Namespace) -> int:
         config = load(arguments).data
         raws = {split: read_raw(config, split, strictly) for split in SPLITS}
     strictly.report(*raws.values())
+    return raws
+
+
+def slice_images(arguments: argparse.Namespace) -> int:
+    from ppdist.data.datasets.convert import conversion_section, list_targets, remove_on_failure
+    from ppdist.data.datasets.convert import convert as write
+    from ppdist.data.datasets.tiles import slice_set
+
+    kind, out = arguments.to, arguments.out
+    if arguments.overlap == 1:
+        raise errors.ConfigError(
+            "expected 0 to below 1", code="option_invalid", where=f"--overlap {arguments.overlap:g}"
+        )
+    tiles: dict[str, RawSet] = {}
+    written: list[Path] = []
+    with remove_on_failure(written):
+        for split, raw in read_splits(arguments).items():
+            empty = arguments.empty if split == "train" else 1.0
+            tiles[split], lines = slice_set(
+                raw, arguments.size, arguments.overlap,
+                visible=arguments.visible, empty=empty, seed=arguments.seed,
+            )  # fmt: skip
+            lines += write(tiles[split], kind, out, images="copy", split=split)
+            written += list_targets(out, kind, "copy", split)
+            counts = [sum(len(image.objects) for image in of.images) for of in (raw, tiles[split])]
+            print(f"{split}: {raw.source}: {len(raw.images)} images, {counts[0]} objects; "
+                  f"{len(tiles[split].images)} tiles, {counts[1]} objects")  # fmt: skip
+            print("".join(f"  lost or changed: {line}\n" for line in lines), end="")
+    say_how_to_train(out)
+    print(conversion_section(tiles, kind, out, images="copy"), end="")
+    return 0
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    from ppdist.data.datasets.convert import conversion_section, list_targets, remove_on_failure
+    from ppdist.data.datasets.convert import convert as write
+
+    kind, files = arguments.to, arguments.image_files
+    if arguments.shards and (kind != "coco" or files != "copy"):
+        raise errors.ConfigError(
+            "--shards goes with --to coco and copies of the images: COCO's JSON keeps every "
+            "annotation, and one file is fast in any store",
+            code="options_conflict",
+        )
+    raws = read_splits(arguments)
     written: list[Path] = []
     # A copy that fails half way would look like a whole data set.
     with remove_on_failure(written):
@@ -474,5 +527,6 @@ def synthetic(arguments: argparse.Namespace) -> int:
 
 COMMANDS = {
     "check": check, "stats": stats, "show": show, "convert": convert, "split": split,
+    "slice": slice_images,
     "anchors": anchors, "synthetic": synthetic,
 }  # fmt: skip

@@ -374,7 +374,7 @@ def unexplained_rows(
     pairs_P2 = _match_rows(got_R6, true_R6)
     unmatched = [np.delete(side, pairs_P2[:, i], axis=0) for i, side in enumerate(sides)]
     explained = [_is_at_threshold(unmatched[i], sides[i], sides[1 - i], nms) for i in (0, 1)]
-    overlap_GT = _iou(*unmatched, nms) >= _iou_limit(nms) - _IOU_TIE
+    overlap_GT = _iou(unmatched[0], unmatched[1], nms) >= _iou_limit(nms) - _IOU_TIE
     # The scores of got above those of true.
     better_GT = unmatched[0][:, None, 1] - unmatched[1][None, :, 1]
     if raw is not None:

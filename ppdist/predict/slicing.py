@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ppdist.data.datasets.tiles import slice_corners
 from ppdist.predict.model import Predict, suppress_rows
 
 _CUT = 2.0  # pixels: a box that ends this close to a cut was cut
@@ -35,17 +36,6 @@ def with_slices(
         return [_predict_slices(predict, image, size, overlap, batch, agnostic) for image in images]
 
     return see
-
-
-def slice_corners(height: int, width: int, size: int, overlap: float) -> list[tuple[int, int]]:
-    """Lists the left and top of the slices; the last ones are moved inside."""
-    step = max(1, round(size * (1 - overlap)))
-
-    def starts(side: int) -> list[int]:
-        last = max(0, side - size)
-        return [*range(0, last, step), last]
-
-    return [(left, top) for top in starts(height) for left in starts(width)]
 
 
 def _predict_slices(

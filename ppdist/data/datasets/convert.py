@@ -118,7 +118,7 @@ def _write_split(
     folder = _common_folder(raw)
     raw = _drop_not_finite(_drop_unknown_sizes(raw, lines), lines)
     if form == "yolo":
-        raw = _match_file_sizes(_merge_repeated(raw, lines), lines)
+        raw = match_file_sizes(_merge_repeated(raw, lines), lines)
     names = _choose_names(raw, folder, lines, by_key=form == "yolo" or shard_bytes is not None)
     make_folder(out)
     if form == "yolo":
@@ -286,7 +286,7 @@ def _merge_repeated(raw: RawSet, lines: list[str]) -> RawSet:
     return replace(raw, images=list(first.values()))
 
 
-def _match_file_sizes(raw: RawSet, lines: list[str]) -> RawSet:
+def match_file_sizes(raw: RawSet, lines: list[str]) -> RawSet:
     """Changes annotations to the size of the image file, to which YOLO's fractions refer."""
     images, turned, mismatched = [], 0, []
     for image in raw.images:

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from ppdist.predict.slicing import slice_corners, with_slices
+from ppdist.data.datasets.tiles import slice_corners
+from ppdist.predict.slicing import with_slices
 
 BOXES = np.array([[10, 10, 30, 30], [90, 10, 112, 30], [60, 60, 190, 190]], np.float32)
 
