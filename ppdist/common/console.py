@@ -20,6 +20,7 @@ from typing import TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from ppdist.common import json_lines
 from ppdist.common.files import append, write_if_held
 from ppdist.common.process import log_line, printable, say
 from ppdist.runtime.writer_thread import TERMINAL, Screen, WriterThread
@@ -194,6 +195,9 @@ class ConsoleHandler(logging.Handler):
             return
         is_warning = record.levelno >= logging.WARNING
         text = log_line(record)
+        if json_lines.is_json():
+            self._console.file.write(f"{text}\n")  # rich would wrap it
+            return
         is_limited = is_warning or getattr(record, "note", False)
         if self.opening is not None and is_limited and not getattr(record, "whole", False):
             shortened = self.opening.shorten(text, is_warning)

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import NoReturn, TextIO
 
+from ppdist.common import json_lines
 from ppdist.common.errors import (
     LOST_RANK,
     Failure,
@@ -130,15 +131,15 @@ def run(main: Callable[[], int | None]) -> NoReturn:
             # A library may have raised another error for the KeyboardInterrupt.
             code = INTERRUPTED
         else:
-            code, failure = _exit_code_of(error)
+            code, failure = describe_end(error)
     message = failure.message
     printed = not _is_left_to_fleetrun(failure)
     launched = _report_to_launcher(code, failure, printed)
     if message and code == 1 and (printed or not launched):
         prefix = "ppdist: error: " if failure.kind == StorageError.kind else ""
-        say(f"{prefix}{with_code(message, failure.code)}")
+        say(f"{prefix}{with_code(message, failure.code)}", code=failure.code)
     if message and code == USER_ERROR and not launched:
-        say(f"ppdist: error: {with_code(message, failure.code)}")
+        say(f"ppdist: error: {with_code(message, failure.code)}", code=failure.code)
     flushed = [_finish(stream) for stream in (sys.stdout, sys.stderr)]
     # Does not wait for threads that still work.
     if code == INTERRUPTED:
@@ -157,8 +158,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(code)
 
 
-def _exit_code_of(error: BaseException) -> tuple[int, Failure]:
-    """Returns the exit code and the failure of an error; called while it is handled."""
+def describe_end(error: BaseException) -> tuple[int, Failure]:
+    """Returns the exit code and the failure of an error, while it is handled."""
     if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
         # For example `| head` has read enough: no error for the user.
         return 128 + signal.SIGPIPE, Failure("", "", "")
@@ -197,7 +198,7 @@ def _plain_log() -> Iterator[None]:
 
 class _PlainHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say(log_line(record))
+        _write(log_line(record))
 
 
 # `extra=` of a log record: for train.log alone; shown on the console without its time; shortened
@@ -206,7 +207,9 @@ DETAIL, BARE, NOTE, WHOLE = {"detail": True}, {"bare": True}, {"note": True}, {"
 
 
 def log_line(record: logging.LogRecord) -> str:
-    """Formats a record as users see every message: `18:57:59 warning: text`."""
+    """Formats a record as users see every message: `18:57:59 warning: text`, or as JSON."""
+    if json_lines.is_json():
+        return printable(json_lines.format_record(record))
     if getattr(record, "bare", False):
         return printable(record.getMessage())
     clock = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -251,14 +254,22 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def say(text: str) -> None:
+def say(text: str, code: str = "") -> None:
     """Prints a line on stderr, in a notebook on stdout; signal handlers may call it.
 
     It is on the terminal at return, unless the terminal is blocked: then the wait is short.
+
+    Args: code: of the error that the line is about.
     """
+    if json_lines.is_json():
+        text = json_lines.format_text(text, time=time.time(), code=code)
+    _write(printable(text))
+
+
+def _write(line: str) -> None:
     stream = sys.stdout if "ipykernel" in sys.modules else sys.stderr
     screen = stream if isinstance(stream, Screen) else Screen(stream)
-    screen.write(f"{printable(text)}\n")
+    screen.write(f"{line}\n")
     TERMINAL.flush()
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -227,6 +228,28 @@ def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[st
     )
     rows.append(("time", duration(total), shares))
     return rows
+
+
+def summarise_results(output_dir: Path) -> dict[str, Any]:
+    """Summarises the records of a run as JSON: last step, losses, scores of `last` and `best`."""
+    with suppress(OSError):
+        by_kind = MetricRecords.of(read_metrics(output_dir / "metrics.jsonl"))
+        scores = {record["step"]: record for record in by_kind.evaluations}
+        steps = [record["step"] for record in by_kind.steps]
+        results: dict[str, Any] = {
+            "step": max(steps, default=0),
+            "loss": by_kind.steps[-1]["loss"] if steps else None,
+        }
+        for name in ("best", "last"):
+            path = output_dir / "checkpoints" / name
+            if (step := step_of(path)) is not None:
+                results[name] = {"checkpoint": str(path.absolute()), "step": step} | {
+                    score: value
+                    for score, value in scores.get(step, {}).items()
+                    if score in _SUMMARY_SCORES
+                }
+        return results
+    return {}
 
 
 def _loss_row(records: MetricRecords) -> list[tuple[str, str, str]]:

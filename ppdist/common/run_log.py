@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ppdist.common import json_lines
 from ppdist.common.console import ConsoleHandler, EarlyLog, LogFileHandler, ProgressBar, console_on
 from ppdist.common.eta import ETA, EVALUATION, duration
 from ppdist.common.files import write_if_held
@@ -104,7 +105,7 @@ class RunLog:
             self._replace_streams()
             return
         self._console = console_on(self._screen)
-        if self._console.is_terminal:
+        if self._console.is_terminal and not json_lines.is_json():
             self._bar = ProgressBar(self._console, total_steps)
         self._dropped_before = TERMINAL.dropped["terminal"]
         self._last_line_at = time.monotonic()  # on a console without a terminal
@@ -137,10 +138,10 @@ class RunLog:
         if self._main:
             _LOGGER.info(message)
 
-    def warning(self, message: str) -> None:
-        """Logs one line, as `info`, marked as a warning."""
+    def warning(self, message: str, code: str = "") -> None:
+        """Logs one line, as `info`, marked as a warning; `code` is for JSON lines."""
         if self._main:
-            _LOGGER.warning(message)
+            _LOGGER.warning(message, extra={"code": code})
 
     def detail(self, message: str) -> None:
         """Logs one line to train.log only."""
@@ -155,11 +156,18 @@ class RunLog:
     def headline(self, name: str, text: str) -> None:
         """Logs one of the few lines that describe the run at its start."""
         if self._main:
-            _LOGGER.info(f"{name:10}{text}", extra=BARE)
+            line = f"{name}: {text}" if json_lines.is_json() else f"{name:10}{text}"
+            _LOGGER.info(line, extra=BARE)
 
-    def row(self, header: str, row: str) -> None:
-        """Adds a row to the run's table, sometimes with its header."""
+    def row(self, header: str, row: str, text: str = "") -> None:
+        """Adds a row to the run's table, sometimes with its header.
+
+        Args: text: header and row in one line, for a log that has no columns.
+        """
         if not self._main:
+            return
+        if json_lines.is_json():
+            _LOGGER.info(text or row)
             return
         if header != self._header or self._rows % _HEADER_EVERY == 0:
             self._header, self._rows = header, 0
@@ -196,7 +204,10 @@ class RunLog:
             table.add_row(*map(escape, row))
         plain = Console(file=io.StringIO(), width=_FILE_WIDTH, force_jupyter=False)
         plain.print(table)
-        if on_console:
+        if on_console and json_lines.is_json():
+            for what, value, reason in rows:
+                _LOGGER.info(f"{what}: {value}" + (f" ({reason})" if reason else ""), extra=BARE)
+        elif on_console:
             self._console.print(table)
         self.detail("\n" + plain.file.getvalue().rstrip())  # type: ignore[attr-defined]
 
@@ -280,6 +291,7 @@ class RunLog:
             fields: values to show beside it, such as {"loss": "2.31", "img/s": "41.8"}.
             waited: seconds that the step waited for images.
         """
+        json_lines.note_step(step)
         if not self._main:
             return
         self._end_opening()
@@ -292,7 +304,8 @@ class RunLog:
         epochs = math.ceil(self._total_steps / self._steps_per_epoch)
         if step % self._every_steps == 0 or step == self._total_steps:
             text = f"epoch {epoch}/{epochs}  step {step}/{self._total_steps}  {values}"
-            if self._console.is_terminal or time.monotonic() - self._last_line_at < _SILENT_SECONDS:
+            is_silent = time.monotonic() - self._last_line_at >= _SILENT_SECONDS
+            if not json_lines.is_json() and (self._console.is_terminal or not is_silent):
                 self.detail(text)
             else:
                 self._last_line_at = time.monotonic()

@@ -70,6 +70,19 @@ class LogConfig(Section):
         "runs there: names, such as [tensorboard, wandb]; one of another package is a section of "
         "its `name` and its keys.",
     )
+    format: Literal["text", "json"] = Field(
+        default="text",
+        description="Lines of the console. json: one object a line with time, source, level, rank, "
+        "step, code and message, for a log collector (docs/environment.md). The environment "
+        "variable PPDIST_LOG_FORMAT=json does it from the first line on, fleetrun's included.",
+    )
+    on_end: str | None = Field(
+        default=None,
+        description="What is called when a training ends: a command of the shell, which gets the "
+        "summary as JSON on its standard input, or a URL (https://...) to which it is posted. "
+        "Write a secret as an environment variable ($HOOK): config.yml keeps the name alone "
+        "(docs/environment.md).",
+    )
     images: int = Field(
         default=4,
         ge=0,

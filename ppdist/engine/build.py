@@ -351,7 +351,8 @@ def _open_log(decisions: Decisions, output_dir: Path, early: EarlyLog) -> RunLog
 def _announce(decisions: Decisions, output_dir: Path, log: RunLog) -> None:
     """Writes to the log what the run is about to do."""
     config, data, schedule = decisions.config, decisions.data, decisions.schedule
-    decisions.messages.write(log)
+    codes = {finding.text: finding.code for finding in decisions.findings}
+    decisions.messages.write(log, codes)
     log.headline("data", data_line(config, data.train_set, data.val_set))
     anew = decisions.start.snapshot is None
     log.headline("model", model_line(config, decisions.size, anew))

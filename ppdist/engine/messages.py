@@ -1,7 +1,7 @@
 """Messages at the start of a run: warnings and details of its parts, and its headlines."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -56,10 +56,13 @@ class Messages:
         ordered = sorted(self._all, key=lambda message: message.about)
         return [message.text for message in ordered if message.warns and message.about >= first]
 
-    def write(self, log: RunLog) -> None:
-        """Writes all messages to the log of the run: warnings first."""
+    def write(self, log: RunLog, codes: Mapping[str, str]) -> None:
+        """Writes all messages to the log of the run: warnings first.
+
+        Args: codes: of the warnings that have one, by their text.
+        """
         for text in self.warnings():
-            log.warning(text)
+            log.warning(text, codes.get(text, ""))
         for message in self._all:
             if not message.warns:
                 log.detail(message.text)

@@ -189,8 +189,11 @@ class EpochLogger(Callback):
         time_left = self._log.time_left(step)
         heads = " ".join(column.head.rjust(column.width) for column in columns)
         texts = " ".join(column.text.rjust(column.width) for column in columns)
+        pairs = [f"{column.head} {column.text}" for column in columns if column.text]
         self._log.row(
-            f"{heads} {'ETA':>{_ETA_WIDTH}}", f"{texts} {time_left:>{_ETA_WIDTH}}".rstrip()
+            f"{heads} {'ETA':>{_ETA_WIDTH}}",
+            f"{texts} {time_left:>{_ETA_WIDTH}}".rstrip(),
+            "  ".join([*pairs, *([f"ETA {time_left}"] if time_left else [])]),
         )
         self._log.detail(
             f"epoch {epoch} took {duration(numbers['seconds'])}, {numbers['data_share']:.0%} of "

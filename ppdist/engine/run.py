@@ -1,6 +1,7 @@
 """Runs: one training, or one evaluation of weights, from its config."""
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,10 +14,12 @@ from ppdist.common.addresses import absolute, is_remote, work_folder
 from ppdist.common.child import begin_in_child
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.eta import PLOTTING
-from ppdist.common.job import hosts_change
+from ppdist.common.job import hosts_change, launched_rank
+from ppdist.common.json_lines import choose_format
 from ppdist.common.records import commands
 from ppdist.common.run_log import RunLog
 from ppdist.config.experiment import ExperimentConfig, apply_overrides
+from ppdist.config.plugins import TRUST_VARIABLE
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.layout import find_layout
 from ppdist.data.types import DetectionSet, Split
@@ -30,6 +33,7 @@ from ppdist.engine.build import (
 )
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.continuation import ANEW, AUTO, Continuation, config_of_run
+from ppdist.engine.end_hook import EndHook
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.engine.recipe import (
@@ -104,6 +108,7 @@ def plan_training(
                 longer, extends = config_of_run(copy, epochs, items, steps)
         else:
             longer, extends = config_of_run(run, epochs, [*option_items, *overrides], steps)
+        longer = _without_stored_hook(longer, overrides)
         return TrainingPlan(longer, replace(resume, extends=extends))
     if isinstance(options.epochs, str) or isinstance(options.steps, str):
         name = "epochs" if isinstance(options.epochs, str) else "steps"
@@ -126,6 +131,20 @@ def plan_training(
     return TrainingPlan(load_config_with_data(str(config), option_items), resume)
 
 
+def _without_stored_hook(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:
+    """Drops `log.on_end` of a stored configuration, which may be a stranger's, unless trusted."""
+    typed = any(item.startswith("log.on_end=") for item in overrides)
+    if config.log.on_end is None or typed or os.environ.get(TRUST_VARIABLE) == "1":
+        return config
+    if launched_rank() == 0:
+        process.warn(
+            "log.on_end of the stored configuration is not called; if you trust it, add "
+            "--trust-plugins, or type it: -o log.on_end=..."
+        )
+    log = config.log.model_copy(update={"on_end": None})
+    return config.model_copy(update={"log": log})
+
+
 def run_training(
     plan: TrainingPlan,
     output_dir: Path,
@@ -141,16 +160,29 @@ def run_training(
     Raises: UserError: invalid data, weights, checkpoint or configuration.
     """
     plan = localise(plan, output_dir)
-    train = partial(_train, evaluate=evaluate, command=command, callbacks=callbacks)
-    if not is_remote(output_dir):
-        comm.init(plan.config.device, plan.config.distributed)
-        return train(plan, output_dir)
-    from ppdist.engine.mirror import Mirror, upload_rest
-    from ppdist.storage.stores import place_of_run
+    choose_format(plan.config.log.format)
+    url = ""
+    if is_remote(output_dir):
+        from ppdist.storage.stores import place_of_run
 
-    url = place_of_run(output_dir)
-    comm.init(plan.config.device, plan.config.distributed)
-    folder = work_folder(url)
+        url = place_of_run(output_dir)
+        output_dir = work_folder(url)
+    if (place := output_dir.resolve()) != output_dir.absolute():
+        output_dir = place  # the link may be changed while the run writes
+    with EndHook(plan.config.log.on_end, output_dir, command) as hook:
+        train = partial(_train, hook=hook, evaluate=evaluate, command=command, callbacks=callbacks)
+        comm.init(plan.config.device, plan.config.distributed)
+        if url:
+            hook.status = _train_into_store(train, plan, output_dir, url)
+        else:
+            hook.status = train(plan, output_dir)
+    return hook.status
+
+
+def _train_into_store(train: Callable[..., int], plan: TrainingPlan, folder: Path, url: str) -> int:
+    """Trains in a work folder, and uploads it beside the steps.  Collective."""
+    from ppdist.engine.mirror import Mirror, upload_rest
+
     mirror = Mirror(url, folder)
     source = plan.resume.source
     is_own = source == AUTO or (source and Path(source).resolve().is_relative_to(folder.resolve()))
@@ -191,6 +223,7 @@ def _train(
     plan: TrainingPlan,
     output_dir: Path,
     *,
+    hook: EndHook,
     evaluate: bool,
     command: list[str],
     callbacks: Sequence[Callback],
@@ -201,8 +234,6 @@ def _train(
     Args: url: where the folder is uploaded to; "": nowhere.
     """
     config, recipe = plan.config, plan.recipe
-    if (place := output_dir.resolve()) != output_dir.absolute():
-        output_dir = place  # the link may be changed while the run writes
     heartbeat.tell_run(output_dir)
     earlier_runs = {*output_dir.glob(ASIDE)}
     try:
@@ -220,6 +251,7 @@ def _train(
             write_recipe(recipe, output_dir, earlier_runs, evaluate)
             process.say(f"ppdist: wrote {output_dir / FILE}, the configuration of this run")
         raise
+    hook.has_results = True
     with experiment.log:
         if url:
             experiment.log.headline("upload", f"{url}, beside the steps")

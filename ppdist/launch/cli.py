@@ -49,6 +49,7 @@ def main() -> int:
         # The modules below may not even be importable under such limits.
         print(f"ppdist: error: {with_code(str(error), error.code)}", file=sys.stderr)
         return 2
+    from ppdist.common import json_lines
     from ppdist.common.process import USER_ERROR
     from ppdist.launch import console, options, supervisor, topology
     from ppdist.launch.job import fleetrun
@@ -58,6 +59,9 @@ def main() -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         print(options.help_text())
         return 0
+    # fleetrun reads no configuration; its ranks inherit this.
+    if "log.format=json" in arguments:
+        os.environ[json_lines.FORMAT_VARIABLE] = "json"
     with collect_signals() as received:
         release_signals()
         try:

@@ -1,0 +1,131 @@
+"""The hook at the end of a training: `log.on_end`, a command or a URL that gets the summary."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.request import Request, urlopen
+
+from ppdist.common import process
+from ppdist.common.child import PIPE, TimeoutExpired, own_environment, start
+from ppdist.common.job import RESTART_VARIABLE, hosts_change, launched_rank
+from ppdist.common.records import summarise_results
+
+# A stopped run has 28 s in all to save and to end (launch/worker.py).
+_SECONDS, _STOPPED_SECONDS = 30.0, 5.0
+_OUTCOMES = {0: "finished", process.STOPPED: "stopped"}
+
+
+class EndHook:
+    """The context of a training, on each rank; rank 0 calls the hook when it ends.
+
+    A hook that fails, or takes longer than its limit, is a warning.
+
+    Attributes:
+        status: exit code of the training, unless an error leaves the context.
+        has_results: whether the records in output_dir are those of this run.
+    """
+
+    status = 0
+    has_results = False
+
+    def __init__(self, target: str | None, output_dir: Path, command: Sequence[str]) -> None:
+        """
+        Args:
+            target: `log.on_end`; None: nothing is called.
+            command: that started the training, for the summary.
+        """
+        self._target, self._output_dir, self._command = target, output_dir, command
+        self._began = time.monotonic()
+
+    def __enter__(self) -> "EndHook":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # An attempt that ends because hosts go or come is no end of the run.
+        if not self._target or launched_rank() != 0 or hosts_change():
+            return
+        try:
+            call_hook(self._target, self._summarise(error))
+        except Exception as problem:
+            process.warn(f"log.on_end: {type(problem).__name__}: {problem}")
+
+    def _summarise(self, error: BaseException | None) -> dict[str, Any]:
+        exit_code, code, message = self.status, None, None
+        if error is not None:
+            exit_code, failure = process.describe_end(error)
+            code, message = failure.code or None, failure.message or None
+        return {
+            "outcome": _OUTCOMES.get(exit_code, "failed"),
+            "exit_code": exit_code,
+            "code": code,
+            "message": message,
+            "output_dir": str(self._output_dir.absolute()),
+            "host": socket.gethostname(),
+            "command": shlex.join(self._command),
+            "seconds": round(time.monotonic() - self._began, 1),
+            "restarts": int(os.environ.get(RESTART_VARIABLE) or 0),
+            **(summarise_results(self._output_dir) if self.has_results else {}),
+        }
+
+
+def call_hook(target: str, summary: Mapping[str, Any]) -> None:
+    """Gives a summary to a command or a URL.
+
+    Raises: OSError: it failed, or took too long.
+    """
+    data = json.dumps(summary, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    seconds = _STOPPED_SECONDS if summary["outcome"] == "stopped" else _SECONDS
+    if re.match(r"https?://", address := os.path.expandvars(target)):
+        _post(address, data, seconds)
+    else:
+        _run(target, data, seconds)
+
+
+def _post(address: str, data: bytes, seconds: float) -> None:
+    problems: list[Exception] = [TimeoutError(f"no answer in {seconds:.0f} s")]
+
+    def post() -> None:
+        try:
+            # An object of its own header: services refuse what urllib calls a form.
+            request = Request(address, data, {"Content-Type": "application/json"})
+            with urlopen(request, timeout=seconds):
+                problems.clear()
+        except Exception as error:
+            problems[:] = [error]
+
+    # Looking up a name has no timeout: a thread that nobody waits for may go on with it.
+    thread = threading.Thread(target=post, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    for problem in problems:
+        raise OSError(f"{type(problem).__name__}: {problem}")
+
+
+def _run(command: str, data: bytes, seconds: float) -> None:
+    with start(
+        ["/bin/sh", "-c", command], stdin=PIPE, stdout=PIPE, stderr=PIPE, env=own_environment()
+    ) as child:
+        try:
+            _, errors = child.communicate(data, timeout=seconds)
+        except TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            raise TimeoutError(f"the command took longer than {seconds:.0f} s") from None
+    if child.returncode:
+        last_line = (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
+        raise OSError(f"the command ended with exit code {child.returncode}: {last_line}")
