@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "k8s"
 # Kubernetes gained what the files use by 1.30; the newest that the validator knows is added.
 OLDEST = "1.30.0"
-TRAININGS = ["train.yml", "paddlejob.yml", "jobset.yml"]
+TRAININGS = ["train.yml", "paddlejob.yml", "jobset.yml", "volcano.yml"]
 GRACE_SECONDS = 30  # that ranks may take to save (ppdist/launch/worker.py), and a bit
 # What the operator (v1) adds to the environment of a worker, if no master is declared.
 OF_OPERATOR = {
@@ -53,6 +53,9 @@ def pod_template(name: str) -> dict[str, Any]:
     found = documents(name)
     if "JobSet" in found:
         return job_of(name)["template"]
+    if name == "volcano.yml":
+        (host,) = found["Job"]["spec"]["tasks"]
+        return host["template"]
     if "PaddleJob" in found:
         return found["PaddleJob"]["spec"]["paddleReplicaSpecs"]["Worker"]["template"]
     return found["Job" if "Job" in found else "Deployment"]["spec"]["template"]
@@ -89,6 +92,8 @@ def given_to_pods(name: str) -> dict[str, str]:
     variables = {"POD_IP": "10.1.2.3"}
     if name in ("train.yml", "jobset.yml"):
         return variables | {"JOB_COMPLETION_INDEX": "1"}
+    if name == "volcano.yml":
+        return variables | {"VC_TASK_INDEX": "1"}
     return variables | {"POD_NAME": "ppdist-worker-1"} | OF_OPERATOR
 
 
@@ -101,6 +106,10 @@ def test_kubernetes_takes_the_files(name: str) -> None:
             pytest.importorskip("jsonschema").validate(each, SCHEMAS["JobSet"])
             checked = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
             checked["spec"] = job_of(name)
+        if name == "volcano.yml":  # its own schema knows it, too
+            pytest.importorskip("jsonschema").validate(each, SCHEMAS["VolcanoJob"])
+            pod = pod_template(name)
+            checked = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **pod}
         if kind == "PaddleJob":  # its own schema knows it; what it makes of it is a pod
             pytest.importorskip("jsonschema").validate(each, SCHEMAS["PaddleJob"])
             pod = pod_template(name)
@@ -201,6 +210,24 @@ def test_paddlejob_pods_are_fleetrun_hosts() -> None:
     assert options.host == "10.1.2.3" and options.master is None
     with raises("environment_of_other_launch", "PADDLE_MASTER"):  # why the command takes it away
         parse_options(["--ips=a,b", "t.py"], OF_OPERATOR)
+
+
+def test_volcano_pods_are_fleetrun_hosts() -> None:
+    job = documents("volcano.yml")["Job"]
+    (host,) = job["spec"]["tasks"]
+    assert host["replicas"] == job["spec"]["minAvailable"]  # all of them or none
+    name = job["metadata"]["name"]
+    expected = [f"{name}-{host['name']}-{index}.{name}" for index in range(host["replicas"])]
+    options = fleetrun_options("volcano.yml", given_to_pods("volcano.yml"))
+    assert typed_hosts(options.ips or "") == expected and options.host == "10.1.2.3"
+    assert job["spec"]["plugins"]["svc"] == ["--publish-not-ready-addresses=true"]
+    by_code = {
+        rule["exitCode"]: rule["action"] for rule in job["spec"]["policies"] if "exitCode" in rule
+    }
+    assert by_code == {2: "AbortJob"}
+    ours, of_job_set = (pod_template(file)["spec"] for file in ("volcano.yml", "jobset.yml"))
+    (ours["containers"][0]["args"], of_job_set["containers"][0]["args"]) = ([], [])
+    assert ours == of_job_set
 
 
 @pytest.mark.parametrize("name", TRAININGS)
