@@ -47,6 +47,7 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE", "NOTICE"],
     python_requires=">=3.10,<3.14",
     cmdclass={"build_py": BuildWithConfigs},
     packages=find_packages(include=["ppdist", "ppdist.*"]),
