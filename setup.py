@@ -55,7 +55,7 @@ setup(
         "ppdist": ["py.typed"],
         "ppdist.report": ["templates/*"],
         "ppdist.config": ["migration.yml"],
-        "ppdist.models": ["zoo.yml", "runtimes.json"],
+        "ppdist.models": ["zoo.yml", "figures.yml"],
     },
     install_requires=[
         "numpy>=1.26",

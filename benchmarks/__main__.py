@@ -7,8 +7,8 @@ python -m benchmarks WHAT [-c cfg.yml] [-o k=v ...]
            takes by package
   runtimes the same for four models of 640 pixels, with 1 and 2 threads, and the mAP that each
            runtime reaches, on a set that they learn by heart before (--steps); no -c
-  models   CPU time of a prediction by models of several families, with fresh weights and on one
-           thread, beside that of YOLOv5 s; no -c
+  models   parameters, operations, CPU time and memory of all recipes, or of those that are named
+           (--names); written to ppdist/models/figures.yml, from where pages take them; no -c
   coco     seconds of COCO's numbers on a made-up set (--images), beside pycocotools; no -c
   checkpoint
            how long a checkpoint blocks training, what writing it beside the steps takes, and what
@@ -24,7 +24,8 @@ from typing import Any
 
 from benchmarks.checkpoint import measure_saving
 from benchmarks.coco import measure_coco
-from benchmarks.inference import measure_models, measure_runtimes
+from benchmarks.inference import measure_runtimes
+from benchmarks.models import measure_models
 from benchmarks.startup import measure_startup
 from ppdist.cli import add_config, script_words
 from ppdist.common import process
@@ -44,7 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--repeats",
         type=at_least(1),
-        help="coco (1), startup (3), checkpoint (5), models, runtimes (10)",
+        help="coco (1), startup (3), checkpoint (5), runtimes (10), models (30)",
     )
     parser.add_argument(
         "--processes", type=at_least(1), nargs="+", default=[1, 2], help="startup: on so many each"
@@ -52,6 +53,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--images", type=at_least(1), default=5000, help="coco: of the made-up set (5000)"
     )
+    parser.add_argument("--names", nargs="+", default=[], help="models: of these (all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here as well")
     arguments = parser.parse_args()
     if not arguments.config and arguments.what in ("startup", "checkpoint"):
@@ -103,7 +105,7 @@ def runtimes(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def models(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    return measure_models(scratch, rounds=arguments.repeats or 10)
+    return measure_models(arguments.names, scratch, rounds=arguments.repeats or 30)
 
 
 MEASURES = {

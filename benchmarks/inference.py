@@ -1,6 +1,6 @@
-"""Measures milliseconds and mAP of exported models in every CPU runtime, and models side by side.
+"""Measures milliseconds and mAP of exported models in every CPU runtime.
 
-All are measured interleaved.  For `measure_runtimes` each model first learns a few drawn images by
+All are measured interleaved.  Each model first learns a few drawn images by
 heart, so that mAP means something; their boxes are labelled with 3 of 80 classes, as many as
 COCO's, so that the milliseconds are realistic, too.
 """
@@ -15,13 +15,12 @@ from ppdist.api import train
 from ppdist.common import process
 from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.config.parse import parse_plain
-from ppdist.config.runtime import Backend
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import device
 from ppdist.engine.build import build_model
 from ppdist.export.export import Pictures, export_model, measure_precision, take_sample
-from ppdist.export.predictor import EagerPredictor, Predictor
+from ppdist.export.predictor import EagerPredictor
 from ppdist.export.spec import InferenceSpec, describe
 from ppdist.lab.benchmark.latency import make_predictors, measure_predictors, sample_images
 from ppdist.models.weights import checkpoint_of, load_weights
@@ -33,20 +32,10 @@ MODELS = (  # recipe, learning rate at which it learns the images
     ("ppyoloe_plus_s_80e_coco", 0.005),
 )
 THREADS = (1, 2)
-# Models that are compared with the first of them.
-COMPARED = (
-    "yolov5s_300e_coco",
-    "yolov5n_300e_coco",
-    "ppyoloe_plus_s_80e_coco",
-    "dfine_n_160e_coco",
-    "dfine_s_132e_coco",
-    "rtdetr_r18_72e_coco",
-)
 _CLASSES, _LEARNED_SIZE, _MEASURED_SIZE = 80, 96, 640
 _IMAGES = 8
 _THRESHOLD = 0.25  # of a deployed model: a handful of boxes lie above it, not thousands
 _FIRST = "ONNX Runtime"  # the runtime with which the others are compared
-_RUNTIMES: tuple[Backend, ...] = ("onnx", "openvino")
 _TOO_SLOW = ("Paddle Inference",)  # without oneDNN
 
 
@@ -62,47 +51,15 @@ def measure_runtimes(scratch: Path, *, steps: int, rounds: int) -> dict[str, Any
     make_shapes(data, train=_IMAGES, val=1, size=_LEARNED_SIZE, seed=0)
     _pad_classes(data / "annotations" / "instances_train.json")
     command = f"python -m benchmarks runtimes --steps {steps} --repeats {rounds}"
-    report: dict[str, Any] = {"command": command, "versions": _versions()}
+    report: dict[str, Any] = {"command": command, "versions": versions()}
     for recipe, lr in MODELS:
         report[recipe] = _measure(_config(recipe, data, steps, lr), scratch / recipe, rounds)
         process.say(f"{recipe}: {json.dumps(report[recipe])}")  # the rest may take an hour
     return report
 
 
-def measure_models(scratch: Path, *, rounds: int) -> dict[str, Any]:
-    """Times COMPARED with fresh weights on one thread, in ONNX Runtime and OpenVINO.
-
-    With fresh weights nothing scores enough to be suppressed, so the time of suppression is
-    missing.
-
-    Args: rounds: see `measure_predictors`.
-    Returns: the runtimes' versions, and for each runtime the result of `measure_predictors` by
-        recipe.
-    """
-    report: dict[str, Any] = {"versions": _versions()}
-    specs = {}
-    with device.on_cpu():
-        for recipe in COMPARED:
-            config = load_config(recipe, ["model.pretrained=null"])
-            spec = _at_size(describe(config, None), _LEARNED_SIZE)
-            exported = export_model(build_model(config), scratch / recipe, spec, ("onnx",))
-            specs[recipe] = exported.spec
-            process.say(f"{recipe}: exported in {exported.seconds:.0f} s")
-        spec = _at_size(spec, _MEASURED_SIZE)
-        for backend in _RUNTIMES:
-            by_recipe: dict[str, Predictor] = {}
-            for recipe, recipe_spec in specs.items():
-                predictors = make_predictors(None, scratch / recipe, recipe_spec, 1, (backend,))
-                for predict in predictors.values():
-                    by_recipe.setdefault(recipe, predict)  # the first: float32
-            if by_recipe:
-                report[backend] = measure_predictors(
-                    by_recipe, spec, sample_images(None), batch=1, threads=1, rounds=rounds
-                )
-    return report
-
-
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Returns the versions of the runtimes that are installed."""
     packages = ("paddlepaddle", "onnxruntime", "openvino")
     return {name: version(name) for name in packages if find_spec(name) or name == packages[0]}
 
@@ -141,15 +98,16 @@ def _measure(config: ExperimentConfig, folder: Path, rounds: int) -> dict[str, A
 
 
 def _at_size(spec: InferenceSpec, side: int) -> InferenceSpec:
-    """Changes a spec to square inputs of that side in pixels, and the threshold of a deployed
-    model.
-    """
+    """Changes a spec to square inputs of that side in pixels, and to `at_threshold`."""
+    size = spec.input.model_copy(update={"size": (side, side)})
+    return at_threshold(spec.model_copy(update={"input": size}))
+
+
+def at_threshold(spec: InferenceSpec) -> InferenceSpec:
+    """Changes the score threshold of a spec to that of a deployed model."""
     assert spec.nms is not None
     return spec.model_copy(
-        update={
-            "input": spec.input.model_copy(update={"size": (side, side)}),
-            "nms": spec.nms.model_copy(update={"score_threshold": _THRESHOLD}),
-        }
+        update={"nms": spec.nms.model_copy(update={"score_threshold": _THRESHOLD})}
     )
 
 

@@ -1,6 +1,7 @@
 """Regenerates pages of docs/ and configs/schema.json from the source: tools/docs.py [NAME ...]
 
-In docs/batch.md only the table between two marks is regenerated, in docs/architecture.md the step.
+In docs/batch.md and docs/which_model.md only the table between two marks is regenerated, in
+docs/architecture.md the step.
 """
 
 import ast
@@ -24,7 +25,7 @@ from pydantic_core import PydanticUndefined
 
 import ppdist
 from ppdist.cli import COMMANDS, load_main
-from ppdist.cli.config import read_runtimes
+from ppdist.cli.config import list_models, read_figures
 from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.config.schema import SectionType, sections_in, type_in_words
 from ppdist.config.train import MicroBatches
@@ -422,7 +423,8 @@ A name stands wherever a weight file may. A file or folder of that name in the w
 wins.
 
 **ppdist ships no weights, and no address below was ever reached from where ppdist is developed.**
-Addresses and figures were read in their publishers' documents; only `ms` is ours.
+Addresses and figures were read in their publishers' documents; what we counted and measured
+ourselves stands in [Which model](which_model.md).
 No publisher names a SHA-256, so of a first download only the length is checked. Its SHA-256 is
 printed, kept beside the file, and checked whenever the file is used.
 
@@ -446,31 +448,9 @@ printed, kept beside the file, and checked whenever the file is used.
 """
 
 
-def _latency(runtimes: Mapping[str, Any] | None) -> str:
-    if runtimes is None:
-        return "-"
-    columns = ("ONNX Runtime", "OpenVINO", "Paddle Inference, oneDNN")
-    predictors = runtimes["threads 2"]["predictors"]
-    return " / ".join(f"{predictors[name]['median_ms']:.0f}" for name in columns)
-
-
 def zoo_text() -> str:
     """Returns docs/model_zoo.md."""
-    report = read_runtimes()
-    results, machine = report["result"], report["machine"]
-    runtimes = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    parts = [
-        _ZOO_HEAD,
-        f"""
-## Latency
-
-`ms` is ours: ONNX Runtime / OpenVINO / Paddle Inference, float32, two threads, one image of 640
-pixels each way, in pixels and out boxes. Medians of
-`{results["command"]}` on {machine["cores"]} cores
-({machine["processor"]}; {runtimes}), of models of our
-own training with 80 classes. A dash: not measured. [More](dev/performance.md#predicting).
-""",
-    ]
+    parts = [_ZOO_HEAD]
     by_source: dict[Source, list[PublishedWeights]] = {}
     for entry in zoo().values():
         by_source.setdefault(entry.source, []).append(entry)
@@ -482,7 +462,7 @@ own training with 80 classes. A dash: not measured. [More](dev/performance.md#pr
         )
         has_sizes = any(entry.mebibytes for entry in entries)  # one publisher tells it
         heads = ["name", "parameters, M", *["file, MiB"] * has_sizes]
-        heads += ["published", "protocol", "ms", "fits `-c`"]
+        heads += ["published", "protocol", "fits `-c`"]
         parts.append(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n")
         for entry in entries:
             fits = " ".join(
@@ -494,7 +474,6 @@ own training with 80 classes. A dash: not measured. [More](dev/performance.md#pr
                 *[number_or_dash(entry.mebibytes)] * has_sizes,
                 published_figure(entry),
                 entry.protocol.name if entry.protocol else "-",
-                _latency(results.get(entry.config)),
                 fits,
             )
             parts.append(f"| {' | '.join(cells)} |\n")
@@ -509,6 +488,39 @@ own training with 80 classes. A dash: not measured. [More](dev/performance.md#pr
         "COMPARED on other data\nthan the protocol's, by the number of images.\n"
     )
     return "".join(parts)
+
+
+# --- docs/which_model.md and its Chinese page: their table of models ------------------------------
+
+_MODEL_MARKS = "<!-- models, by `make docs` -->\n", "<!-- end of models -->\n"
+_MODEL_HEADS = {
+    "which_model": (
+        "| model | pixels | parameters, M | GFLOPs | mAP on COCO, as published | CPU ms an image "
+        "| a training step, GB |",
+        "{machine}, ONNX Runtime {onnxruntime}, Paddle {paddlepaddle}; measured {days}.",
+    ),
+    "which_model_zh": (
+        "| 模型 | 像素 | 参数量，M | GFLOPs | COCO mAP（公布值） | 每张图像 CPU 毫秒 "
+        "| 训练一步，GB |",
+        "{machine}，ONNX Runtime {onnxruntime}，Paddle {paddlepaddle}；测量日期 {days}。",
+    ),
+}
+
+
+def models_text(name: str) -> str:
+    """Returns docs/NAME.md with the table of models as `ppdist config list` has it."""
+    page = (REPOSITORY / f"docs/{name}.md").read_text(encoding="utf-8")
+    head, source = _MODEL_HEADS[name]
+    figures = read_figures()
+    days = sorted({row["date"] for row in figures["models"].values() if "date" in row})
+    lines = [head, "|---" * head.count(" |") + "|"]
+    lines += [
+        f"| `{row.name}` | {row.pixels} | {row.parameters} | {row.gflops} | {row.ap} | {row.ms} "
+        f"| {row.memory} |"
+        for row in list_models()
+    ]
+    words = source.format(machine=figures["machine"], days=", ".join(days), **figures["versions"])
+    return between(page, _MODEL_MARKS, "\n".join(lines) + f"\n\n{words}\n")
 
 
 # --- docs/batch.md, its table of warm-up ----------------------------------------------------------
@@ -620,6 +632,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/batch.md": batch_text,
     "docs/errors.md": lambda: error_table(find_sites(parse_files())),
     "docs/model_zoo.md": zoo_text,
+    "docs/which_model.md": lambda: models_text("which_model"),
+    "docs/which_model_zh.md": lambda: models_text("which_model_zh"),
     "docs/commands.md": commands_text,
     "docs/python.md": python_text,
 }

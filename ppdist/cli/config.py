@@ -5,10 +5,10 @@ ppdist config show -c x.yml|NAME [-o key=value ...]    every key resolved, on st
 ppdist config copy NAME [FILE]                         a shipped one, to be edited
 """
 
-import json
 import re
 import shlex
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,9 @@ def main() -> None:
 _MODELS = Path(ppdist.__file__).parent / "models"  # read without Paddle
 _LISTING = """\
 Recipes: `ppdist train DATA --model NAME`, or `-c NAME`.  AP: published figure
-of the matching `--weights` on COCO val2017.  ms: our measurement per image of
-640 pixels on {cores} CPU cores in ONNX Runtime.
+of the matching `--weights` on COCO val2017.  We measured the rest: params in
+millions; ms, the CPU time of an image in ONNX Runtime on one thread; GB, the
+memory of a training step of two images on a CPU.  `-`: not measured.
 
 {table}
 Other sets and examples: `-c NAME`; to edit one, `ppdist config copy NAME`.
@@ -60,68 +61,88 @@ Other sets and examples: `-c NAME`; to edit one, `ppdist config copy NAME`.
 {others}"""
 
 
+@dataclass(frozen=True)
+class ModelRow:
+    """A recipe with its figures, formatted; a dash where there is none."""
+
+    name: str
+    pixels: str
+    parameters: str  # millions
+    gflops: str
+    ap: str  # published
+    ms: str
+    memory: str  # GB
+    weights: str
+
+
+def list_models() -> list[ModelRow]:
+    """Lists the recipes by family and size, with their figures: `config list` and the pages."""
+    figures, published_weights = read_figures()["models"], read_published_weights()
+    rows: list[tuple[tuple[str, str, int, float], ModelRow]] = []
+    for short_name, name in short_names().items():
+        model = load_config(name).model
+        height, width = model.image_size
+        weights, ap = published_weights.get(name, ("-", None))
+        row = figures.get(short_name, {})
+        memory = row.get("step_MB")
+        cells = (
+            _format_figure(row.get("parameters_M"), ".1f"),
+            _format_figure(row.get("gflops"), ".1f"),
+            _format_figure(ap, ".1f"),
+            _format_figure(row.get("ms"), "d"),
+            _format_figure(memory and memory / 1000, ".1f"),
+        )
+        pixels = f"{height}" if height == width else f"{height}x{width}"
+        size = row.get("parameters_M", float("inf"))  # the unknown last
+        key = (model.name, getattr(model, "variant", ""), height, size)
+        rows.append((key, ModelRow(short_name, pixels, *cells, weights)))
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+
+
+def _format_figure(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
 def format_listing() -> str:
     """Lists the shipped configs in 80 columns: recipes with their figures, then the others."""
-    runtimes, published_weights = read_runtimes(), read_published_weights()
-    head = ("name", "pixels", "params M", "AP", "ms", "weights")
-    rows: list[tuple[tuple[str, str, int, float], tuple[str, ...]]] = []
-    other_configs = []
-    short_name_of = {name: short_name for short_name, name in short_names().items()}
-    for name, path in recipes().items():
-        if name not in short_name_of:
-            first_line, *more_lines = textwrap.wrap(
-                first_sentence(path), 49, max_lines=2, placeholder=" ...", break_on_hyphens=False
-            )
-            other_configs.append(
-                "".join(
-                    f"{word:31}{line}\n"
-                    for word, line in zip(
-                        (name, *[""] * len(more_lines)), (first_line, *more_lines)
-                    )
-                )
-            )
-            continue
-        model = load_config(path).model
-        height, width = model.image_size
-        runtime = runtimes["result"].get(name)
-        ms = runtime["threads 2"]["predictors"]["ONNX Runtime"]["median_ms"] if runtime else None
-        weights = published_weights.get(name, ("-", None, None))
-        figures = [
-            "-" if value is None else f"{value:{form}}"
-            for value, form in zip((*weights[1:], ms), ("g", ".1f", ".0f"))
-        ]
-        size = float("inf") if weights[1] is None else weights[1]  # the unknown last
-        rows.append(
-            (
-                (model.name, getattr(model, "variant", ""), height, size),
-                (short_name_of[name], f"{height} x {width}", *figures, weights[0]),
-            )
-        )
+    head = ModelRow("name", "pixels", "params", "GFLOPs", "AP", "ms", "GB", "weights")
     table = "".join(
-        f"{name:22}  {pixels:11}  {params:>8}  {ap:>4}  {ms:>4}  {weights}\n"
-        for name, pixels, params, ap, ms, weights in [head, *(row for _, row in sorted(rows))]
+        f"{row.name:22} {row.pixels:>6} {row.parameters:>6} {row.gflops:>6} {row.ap:>4} "
+        f"{row.ms:>4} {row.memory:>4}  {row.weights}\n"
+        for row in (head, *list_models())
     )
-    return _LISTING.format(
-        cores=runtimes["machine"]["cores"], table=table, others="".join(other_configs)
+    recipes_of_models = {*short_names().values()}
+    descriptions = "".join(
+        _describe_config(name, path)
+        for name, path in recipes().items()
+        if name not in recipes_of_models
     )
+    return _LISTING.format(table=table, others=descriptions)
 
 
-def read_published_weights() -> dict[str, tuple[str, float, float]]:
-    """Reads the published weights of every COCO recipe: name, parameters (millions), AP."""
+def _describe_config(name: str, path: Path) -> str:
+    """Returns the lines of a config that is no recipe of a model: its name, what it is."""
+    lines = textwrap.wrap(
+        first_sentence(path), 49, max_lines=2, placeholder=" ...", break_on_hyphens=False
+    )
+    words = (name, *[""] * (len(lines) - 1))
+    return "".join(f"{word:31}{line}\n" for word, line in zip(words, lines))
+
+
+def read_published_weights() -> dict[str, tuple[str, float]]:
+    """Reads the published weights of every COCO recipe: name, AP."""
     entries = yaml.safe_load((_MODELS / "zoo.yml").read_text(encoding="utf-8"))["weights"]
-    weights_by_config: dict[str, tuple[str, float, float]] = {}
+    weights_by_config: dict[str, tuple[str, float]] = {}
     for name, entry in entries.items():
         if entry.get("metric") == "mAP" and not entry.get("overrides"):
-            weights_by_config.setdefault(
-                entry["config"], (name, entry["parameters"], entry["published"])
-            )
+            weights_by_config.setdefault(entry["config"], (name, entry["published"]))
     return weights_by_config
 
 
-def read_runtimes() -> dict[str, Any]:
-    """Reads the results that `python -m benchmarks runtimes --json` wrote."""
-    runtimes: dict[str, Any] = json.loads((_MODELS / "runtimes.json").read_text(encoding="utf-8"))
-    return runtimes
+def read_figures() -> dict[str, Any]:
+    """Reads what `python -m benchmarks models` measured."""
+    figures: dict[str, Any] = yaml.safe_load((_MODELS / "figures.yml").read_text(encoding="utf-8"))
+    return figures
 
 
 def first_sentence(path: Path) -> str:
