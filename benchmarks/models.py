@@ -49,6 +49,8 @@ def measure_models(names: list[str], scratch: Path, *, rounds: int) -> dict[str,
     for name, config in chosen.items():
         _write_row(name, _count(config))  # of all at once: the rest may take hours
     for name, config in chosen.items():
+        if config.model.task != "detect":
+            continue  # a classifier has neither boxes to suppress nor a peer in the table
         fresh = config.model_copy(update={"model": config.model.model_copy(update=_FRESH)})
         row = _measure(fresh, scratch / name, rounds)
         _write_row(name, row)
