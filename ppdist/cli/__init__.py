@@ -367,6 +367,20 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
+def weights_words(arguments: argparse.Namespace) -> str:
+    """Returns the words that name the weights of -w once more, with -c and -o but for data."""
+    words = ["-c", arguments.config] if arguments.config else []
+    words += ["-w", arguments.weights]
+    items = [item for item in arguments.override if not item.startswith("data.")]
+    return shlex.join([*words, *(["-o", *items] if items else [])])
+
+
+def print_commands(commands: Iterable[tuple[str, str]]) -> None:
+    """Prints commands to copy, as a training does at its end: (purpose, command) pairs."""
+    for purpose, command in commands:
+        print(f"{purpose:10}{command}")
+
+
 def default_folder(weights: Path, name: str) -> Path:
     """Returns the default output folder: in the run of the weights, else named after them.
 

@@ -158,10 +158,15 @@ def check(arguments: argparse.Namespace) -> int:
     return verdict(config, report)
 
 
-def check_splits(config: "ExperimentConfig", *, fast: bool, workers: int = 0) -> "Report":
+def check_splits(
+    config: "ExperimentConfig", *, fast: bool, workers: int = 0, brief: bool = False
+) -> "Report":
     """Validates both splits and prints every kind of problem with examples.
 
-    Args: fast: read image headers only, decode nothing.  workers: processes; 0: one per core.
+    Args:
+        fast: read image headers only, decode nothing.
+        workers: processes; 0: one per core.
+        brief: print examples of errors only.
     """
     from ppdist.common.machine import available_cores
     from ppdist.data.checks.validate import validate
@@ -174,6 +179,8 @@ def check_splits(config: "ExperimentConfig", *, fast: bool, workers: int = 0) ->
         counts = ", ".join(f"{count} in {split}" for split, count in row.counts.items())
         meaning = row.kind.meaning
         print(f"{row.kind.severity}: {row.name}: {counts}: {meaning}; {row.what_follows}")
+        if brief and row.kind.severity != "error":
+            continue
         remaining = row.count - len(row.examples)
         for example in (*row.examples, *([f"and {remaining} more"] if remaining else [])):
             print(f"  {example.removesuffix(f': {meaning}')}")

@@ -13,7 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import OR_OF_WEIGHTS, add_data, load_config_of, make_parser, print_table
+from ppdist.cli import (
+    OR_OF_WEIGHTS,
+    add_data,
+    load_config_of,
+    make_parser,
+    print_commands,
+    print_table,
+    weights_words,
+)
 from ppdist.common import errors, process
 
 if TYPE_CHECKING:
@@ -45,7 +53,7 @@ def main() -> int:
     arguments = parse()
     target = read_bound(arguments.at_least)
     from ppdist.common.files import make_folder, make_parent, write_json
-    from ppdist.common.records import step_of
+    from ppdist.common.records import next_commands, step_of
     from ppdist.data.datasets.build import has_objects
     from ppdist.distributed import comm
     from ppdist.engine.run import prepare_evaluation
@@ -100,6 +108,10 @@ def main() -> int:
         return metrics
 
     metrics = comm.run_on_main(report)
+    if comm.is_main() and metrics:
+        test = config.data.test is not None and arguments.split != "test" and not arguments.data
+        image = ready.dataset.records[0].path
+        print_commands(next_commands(weights_words(arguments), image, test=test))
     if target:
         judge(*target, metrics)
     return 0

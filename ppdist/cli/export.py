@@ -11,11 +11,19 @@ model computes.  Other formats are made of model.onnx: docs/deploy.md.
 """
 
 import argparse
+import shlex
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config, default_folder, load_config_of, make_parser
+from ppdist.cli import (
+    OR_OF_WEIGHTS,
+    add_config,
+    default_folder,
+    load_config_of,
+    make_parser,
+    print_commands,
+)
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, share
 from ppdist.config.export import CALIBRATION, INT8_LOSS, ExportOptions
@@ -153,6 +161,8 @@ def formats_of(arguments: argparse.Namespace) -> "list[Format]":
 
 
 def tell(report: "ExportReport") -> None:
+    from ppdist.common.records import next_commands
+
     spec = report.spec
     sections = {
         "paddle: equals eager": spec.paddle,
@@ -177,8 +187,9 @@ def tell(report: "ExportReport") -> None:
     if spec.earlier:
         print(f"{', '.join(spec.earlier)}: left as an earlier export wrote it")
     print(f"{report.directory}: {report.megabytes:.1f} MB, {report.seconds:.0f} s")
-    command = f"ppdist predict --model {report.directory} --source images/ --out predictions"
-    print(f"to use it: {command}")
+    model = f"--model {shlex.quote(str(report.directory))}"
+    (predict, *_) = next_commands(model, report.image)
+    print_commands([predict, ("speed", f"ppdist benchmark infer {model}")])
 
 
 def show_graph(weights: Path, report: "ExportReport") -> None:

@@ -12,11 +12,20 @@ stream, Ctrl-C ends the recording; what was found is written.
 
 import argparse
 import itertools
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config, default_folder, load_config_of, make_parser
+from ppdist.cli import (
+    OR_OF_WEIGHTS,
+    add_config,
+    default_folder,
+    load_config_of,
+    make_parser,
+    print_commands,
+    weights_words,
+)
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least
 from ppdist.common.signals import INTERRUPTED, forget_interrupt
@@ -183,7 +192,20 @@ def main() -> int:
           f"{arguments.out}")  # fmt: skip
     if choice is not None and (hint := results.hint(choice.threshold)):
         print(process.printable(hint))
+    if not stopped:
+        print_commands(following_commands(arguments))
     return INTERRUPTED if stopped else 0
+
+
+def following_commands(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """Lists what may follow a prediction: the export of -w, the speed of --model."""
+    from ppdist.common.records import next_commands
+    from ppdist.predict.model import export_folder
+
+    if arguments.model is None:
+        return next_commands(weights_words(arguments))[-1:]
+    folder = export_folder(arguments.model) or arguments.model
+    return [("speed", shlex.join(["ppdist", "benchmark", "infer", "--model", str(folder)]))]
 
 
 def make_recorder(

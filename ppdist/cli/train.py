@@ -14,9 +14,13 @@ Everything else is decided, shown, and written to the output_dir as a configurat
 
 import argparse
 import gc
+import logging
 import re
 import shlex
-from collections.abc import Sequence
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +30,6 @@ from ppdist.cli import (
     add_config,
     command_line,
     make_parser,
-    print_table,
     require_one_source,
 )
 from ppdist.common.addresses import is_remote, work_folder
@@ -294,7 +297,7 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
     def write_plan() -> tuple[str, str]:
         if plan.recipe is None:
             return "", ""
-        print_table(["decided", "value", "why"], plan.recipe.rows)
+        print(*_decision_lines(plan.recipe.rows), sep="\n")
         name = file_of_plan(plan.recipe, output_dir)
         earlier = {*output_dir.glob(ASIDE)}
         return name, write_recipe(plan.recipe, output_dir, earlier, evaluate, name)
@@ -307,28 +310,58 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
         say(f"ppdist: output_dir: {comm.run_on_main(lambda: require_writable(url))}")
     build_model(plan.config)  # whose sizes may not fit
     name, command = comm.run_on_main(write_plan)
-    failed = comm.run_on_main(lambda: verdict(plan.config, check_splits(plan.config, fast=True)))
+    failed = comm.run_on_main(
+        lambda: verdict(plan.config, check_splits(plan.config, fast=True, brief=True))
+    )
     lines: list[str] = []
     if not failed:  # what the run itself would refuse or warn of
-        with EarlyLog(comm.is_main()):
+        with EarlyLog(comm.is_main()), _quiet("ppdist.data"):  # `check_splits` has said it
             decisions = decide_training(
                 plan.config, output_dir=output_dir, evaluate=evaluate, resume=plan.resume,
                 hold=False,
             )  # fmt: skip
+            time_line = rehearse(decisions)
         printed = {finding.text for finding in decisions.findings}  # by `verdict`
         warnings = [*decisions.warnings, *advice(decisions.config, decisions.schedule)]
         lines += [f"warning: {warning}" for warning in warnings if warning not in printed]
         selection = plan.config.data.describe_selection()
         if selection and plan.recipe is None:  # whose table says so
             lines.append(f"of the data: {selection}")
-        lines.append(rehearse(decisions))
+        lines.append(time_line)
     if name:
         if name != FILE:
             lines.append(f"{output_dir / FILE} stays: it is of the run that was made there")
-        lines.append(f"wrote {output_dir / name}; to train: {command}")
+        lines.append(f"wrote {output_dir / name}, which says why in full; to train: {command}")
     if comm.is_main():
         print(*lines, sep="\n")
     return failed
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Silences the warnings of a logger in the block."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _decision_lines(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Formats decisions, one line each; on a terminal shortened to its width.
+
+    Args: rows: what was decided, its value ("": none), the reason.
+    """
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    names = [name for name, value, _ in rows if value]
+    name_width = max(map(len, names), default=0)
+    lines = []
+    for name, value, reason in rows:
+        line = f"{name:{name_width}}  {value:10}  {reason}" if value else f"{name}: {reason}"
+        lines.append(line if width is None or len(line) <= width else f"{line[: width - 4]} ...")
+    return lines
 
 
 def main() -> int:

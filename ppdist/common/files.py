@@ -578,7 +578,9 @@ def _hold(folder: Path, lock_folder: Path, seconds: float) -> list[str]:
         lock.open()
     except OSError as error:
         raise ConfigError(
-            f"cannot write to {folder}: {error}", code="folder_unwritable", where="output_dir"
+            f"cannot write to {folder} ({error.strerror}); give another: -o output_dir=PATH",
+            code="folder_unwritable",
+            where="output_dir",
         ) from error
     deadline = time.monotonic() + seconds
     try:

@@ -4,6 +4,7 @@ A container usually sees all cores and all memory of its host; its limits are in
 control group (kernel documentation: admin-guide/cgroup-v2, cgroup-v1/memory, scheduler/sched-bwc).
 """
 
+import difflib
 import os
 import shutil
 from collections.abc import Iterator
@@ -84,6 +85,13 @@ def process_memory() -> dict[str, int]:
 def free_disk(path: str | Path) -> int:
     """Returns the bytes free where a path is, or will be."""
     return shutil.disk_usage(existing_folder(path)).free
+
+
+def suggest_path(path: Path) -> str:
+    """Suggests a path beside a missing one with nearly its name: `did you mean a/b?`, or ""."""
+    siblings = [file.name for file in path.parent.glob("*")] if not path.exists() else []
+    near = difflib.get_close_matches(path.name, siblings, 1)
+    return f"did you mean {path.with_name(near[0])}?" if near else ""
 
 
 def existing_folder(path: str | Path) -> Path:

@@ -7,6 +7,7 @@ run_summary                  the table at the end
 
 import json
 import math
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -311,6 +312,22 @@ def commands(output_dir: Path) -> list[tuple[str, str]]:
         folder = shlex.quote(str(output_dir / "trackers/tensorboard"))
         rows.append(("curves", f"tensorboard --logdir {folder}"))
     return rows
+
+
+def next_commands(weights: str, image: str = "", *, test: bool = False) -> list[tuple[str, str]]:
+    """Lists the commands that use weights: (purpose, command to copy) pairs.
+
+    Args:
+        weights: the words that name them, such as `-w output/run`.
+        image: path of one that suits them; "": none is at hand.
+        test: their data have a test split.
+    """
+    source = shlex.quote(image) if os.path.isfile(image) else "IMAGES"
+    return [
+        ("predict", f"ppdist predict {weights} --source {source}"),
+        *([("test", f"ppdist eval {weights} --split test")] if test else []),
+        ("export", f"ppdist export {weights}"),
+    ]
 
 
 def step_of(checkpoint: Path) -> int | None:

@@ -9,6 +9,7 @@ from ppdist.config.section import OnResume, Section
 # Names of metrics for the log, by task; the first says by default what is best.
 DETECTION_METRICS = ("mAP", "mAP50", "fitness")
 CLASSIFICATION_METRICS = ("top1", "top5")
+METRIC_TEXTS = {"fitness": "0.1 mAP50 + 0.9 mAP"}  # where the name does not say it
 COCO_DETECTIONS = 100  # of a class in an image that COCO's mAP counts
 
 

@@ -5,6 +5,7 @@ import math
 import traceback
 from pathlib import Path
 
+from ppdist.config.evaluate import METRIC_TEXTS
 from ppdist.config.train import EarlyStoppingConfig
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.early_stopping import EarlyStopping
@@ -64,8 +65,7 @@ class Evaluations:
     def log_best(self, state: TrainState, best: Path) -> None:
         """Names the best checkpoint, if there is one."""
         if self.evaluator is not None and best.exists():
-            formula = " (0.1 mAP50 + 0.9 mAP)" * (self._metric == "fitness")
-            score = f"{self._metric} {state.best:.4f}{formula}"
+            score = f"{METRIC_TEXTS.get(self._metric, self._metric)} {state.best:.4f}"
             self._log.info(f"best: {best}, step {state.best_step}, {score}")
 
     def measure(

@@ -10,6 +10,7 @@ import paddle
 
 from ppdist.common.machine import available_cores
 from ppdist.common.run_log import RunLog
+from ppdist.config.evaluate import METRIC_TEXTS
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, device
@@ -157,7 +158,8 @@ def evaluate_line(config: ExperimentConfig, val: DetectionSet | None) -> str:
     every = config.evaluate.every_epochs
     often = "each epoch" if every == 1 else f"every {every:g} epochs"
     metric = config.evaluate.metric or ("mAP" if config.model.task == "detect" else "top1")
-    return f"{often}, on {counted(len(val.records), 'image')}; the best {metric} is kept"
+    best = METRIC_TEXTS.get(metric, metric)
+    return f"{often}, on {counted(len(val.records), 'image')}; the best {best} is kept"
 
 
 def _read_card_name() -> str:

@@ -261,12 +261,14 @@ def _find_recipe(model: str) -> tuple[str, str, str]:
     close_names = near(model)
     if is_weights_as_model("train", "model", model):
         refuse_options("train", [f"model={model}"], ())
+    fix = (
+        f"did you mean {close_names[0]}?" if close_names else f"expected {', '.join(_COMMON)}, ..."
+    )
     raise ConfigError(
-        ("no such file" if model.endswith((".yml", ".yaml")) else "no recipe is called so")
-        + (f"; did you mean {close_names[0]}?" if close_names else ""),
+        "no such file" if model.endswith((".yml", ".yaml")) else "no recipe is called so",
         code="model_unknown",
         where=f"--model {model}",
-        fix=f"expected {', '.join(close_names[1:] or _COMMON)}, or another of `ppdist config list`",
+        fix=f"{fix} `ppdist config list` has all",
     )
 
 

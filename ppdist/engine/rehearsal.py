@@ -14,6 +14,7 @@ from ppdist.engine.build import (
     trial_policies,
 )
 from ppdist.engine.clock import Clock
+from ppdist.engine.schedule_setup import counted
 from ppdist.engine.step_policy import Verdict
 from ppdist.optim.lr_scheduler import LearningRates
 
@@ -61,6 +62,6 @@ def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
     if seconds is None:
         return "time not known: the run has one step, and the first step of a run is not typical"
     return (
-        f"about {duration(seconds)} on this machine: {schedule.total_steps - resumed_steps} steps "
-        f"and the evaluations, by {done_steps} steps that were tried"
+        f"time: about {duration(seconds)} on this machine for "
+        f"{counted(schedule.total_steps - resumed_steps, 'step')} and evaluations (an estimate)"
     )

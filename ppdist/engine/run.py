@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.eta import PLOTTING
 from ppdist.common.job import hosts_change, launched_rank
 from ppdist.common.json_lines import choose_format
-from ppdist.common.records import commands
+from ppdist.common.records import commands, next_commands
 from ppdist.common.run_log import RunLog
 from ppdist.config.experiment import ExperimentConfig, apply_overrides
 from ppdist.config.plugins import TRUST_VARIABLE
@@ -50,7 +50,7 @@ from ppdist.engine.recipe import (
 from ppdist.engine.suitability import findings_of
 from ppdist.metrics.analysis import class_table
 from ppdist.metrics.run import read_run
-from ppdist.metrics.verdict import judge_run
+from ppdist.metrics.verdict import NOT_BY_EPOCHS, judge_run
 from ppdist.models.base import ImageModel
 from ppdist.models.model_card import names_for
 from ppdist.models.weights import load_all_weights, require_there
@@ -264,42 +264,58 @@ def _train(
         try:
             ends = comm.is_main() and not hosts_change()
             try:
-                outcome = summarise_run(output_dir) if ends else []  # beside the drawing
-            finally:
+                summary = _summarise(experiment, config, evaluate, url) if ends else None
+            finally:  # plots were drawn meanwhile
                 if wait_for_plots is not None:
                     wait_for_plots()
-            if ends:
-                todo = list_next_commands(output_dir, config)
-                if experiment.trainer.has_steps_left:
-                    todo = [("continue", build_resume_command(url or output_dir, evaluate)), *todo]
-                experiment.log.run_summary(outcome, todo)
+            if summary is not None:
+                experiment.log.run_summary(*summary)
         except Exception as error:  # a table must not fail the run
             experiment.log.warn_once("the summary", error)
         return status
 
 
-def summarise_run(output_dir: Path) -> list[str]:
-    """Summarises a run: lines of the per-class table and of the verdict."""
-    run, lines = read_run(output_dir), list[str]()
+def _summarise(
+    experiment: Experiment, config: ExperimentConfig, evaluate: bool, url: str
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Makes the summary of a training for `RunLog.run_summary`.
+
+    Args: url: see `_train`.
+    Returns: lines of the per-class table and the verdict; what may follow: (purpose, command)
+        pairs.
+    """
+    output_dir, run, lines = experiment.output_dir, read_run(experiment.output_dir), list[str]()
     if run.evaluation and len(run.evaluation["per_class"]) > 1:
         lines = class_table(run.evaluation, max_classes=_MOST_CLASSES).splitlines()
-    return [*lines, *(finding.text for finding in judge_run(run))]
+    findings = judge_run(run)
+    lines += [finding.text for finding in findings]
+    todo = list[tuple[str, str]]()
+    place = url or output_dir
+    if experiment.trainer.has_steps_left:
+        todo.append(("continue", build_resume_command(place, evaluate)))
+    elif _needs_epochs({finding.code for finding in findings}, config):
+        more = max(1, round(config.train.epochs / 2))
+        todo.append(("longer", build_resume_command(place, evaluate, f"+{more}")))
+    image = experiment.sets.get("val", experiment.sets["train"]).records[0].path
+    weights = f"-w {shlex.quote(str(output_dir))}"
+    todo += next_commands(weights, image, test=config.data.test is not None)
+    return lines, todo
 
 
-def list_next_commands(output_dir: Path, config: ExperimentConfig) -> list[tuple[str, str]]:
-    """Lists the next commands for a run: (purpose, command to copy) pairs."""
-    run = shlex.quote(str(output_dir))
-    test = config.data.test is not None
-    return [
-        ("predict", f"ppdist predict -w {run} --source IMAGES"),
-        *([("test", f"ppdist eval -w {run} --split test")] if test else []),
-        ("export", f"ppdist export -w {run}"),
-    ]
+def _needs_epochs(codes: Collection[str], config: ExperimentConfig) -> bool:
+    """Returns True if more epochs would help, by the codes of the verdict."""
+    if config.train.max_steps is not None or {*codes} & {*NOT_BY_EPOCHS}:
+        return False
+    return "still_rising" in codes or ("not_learned" in codes and not config.model.pretrained)
 
 
-def build_resume_command(output_dir: Path | str, evaluate: bool) -> str:
-    """Builds the command that continues a run from its newest checkpoint."""
+def build_resume_command(output_dir: Path | str, evaluate: bool, epochs: str = "") -> str:
+    """Builds the command that continues a run from its newest checkpoint.
+
+    Args: epochs: `+10` extends it; "": it has steps left.
+    """
     words = ["ppdist", "train", "--resume", str(output_dir), *([] if evaluate else ["--no-eval"])]
+    words += ["--epochs", epochs] if epochs else []
     if comm.world_size() == 1:
         return shlex.join(words)
     if comm.world_size() > comm.local_size():

@@ -75,9 +75,10 @@ def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None
         replace_file(output_dir / "environment.json", text.encode())
     except OSError as error:
         raise ConfigError(
-            f"cannot write to {output_dir}: {error}",
+            f"cannot write to {output_dir}: {error.strerror or error}",
             code="folder_unwritable",
             where="output_dir",
+            fix="give another folder: -o output_dir=PATH",
         ) from error
 
 

@@ -111,13 +111,17 @@ _KEPT_OUTPUTS = (
 
 @dataclass(frozen=True)
 class ExportReport:
-    """The result of an export, and how well it agreed with eager."""
+    """The result of an export, and how well it agreed with eager.
+
+    image: path of one of the validation set; "": none was at hand.
+    """
 
     directory: Path
     spec: InferenceSpec
     agreement: dict[Format, Agreement]
     megabytes: float
     seconds: float
+    image: str = ""
 
 
 def export_model(

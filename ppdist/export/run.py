@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ppdist.common.errors import DataError, UserError
@@ -48,7 +49,9 @@ def export_weights(
     Raises: ExportError: the model cannot be exported, or a file computes something else.
         DataError: int8 without a readable training image.  WeightsError: they do not fit.
     """
-    card = read_card_or_warn(weights, warn)
+    # Of a checkpoint the training has said its licence.
+    of_run = checkpoint_of(local_weights(weights)).is_dir()
+    card = read_card_or_warn(weights, warn, derives=not of_run)
     dataset = validation_set(config, warn, card)
     spec = describe(config, dataset, card)
     # Names that the user gives replace those of the weights, so these need not agree with the data.
@@ -69,10 +72,11 @@ def export_weights(
     calibration = (
         _calibration_images(config, options.calibration, spec, warn) if options.int8 else ()
     )
-    return export_model(
+    report = export_model(
         model, out, spec, options.formats, options.nms, samples, calibration, dataset,
         options.int8_loss,
     )  # fmt: skip
+    return replace(report, image=records[0].path if records else "")
 
 
 def read_lineage(weights: Path) -> LineageSection:

@@ -38,7 +38,7 @@ _WEAK = 0.5  # a class below this part of the mean AP is weak
 _MOST_WEAK = 3  # weak classes that a message names
 _FEW_IMAGES = 20  # a validation split below this size scores imprecisely
 # Findings before a training that more epochs cannot mend.
-_NOT_BY_EPOCHS = (DETR_FROM_SCRATCH, TINY_OBJECTS, BEYOND_QUERIES)
+NOT_BY_EPOCHS = (DETR_FROM_SCRATCH, TINY_OBJECTS, BEYOND_QUERIES)
 
 
 class _Course(NamedTuple):
@@ -100,7 +100,7 @@ def verdict(
         )
         return [Finding("not_evaluated", message), *ended]
     causes = [
-        Finding(code, text) for code, text in (findings or {}).items() if code in _NOT_BY_EPOCHS
+        Finding(code, text) for code, text in (findings or {}).items() if code in NOT_BY_EPOCHS
     ]
     level = _level(course, evaluation, fine_tuned, causes)
     # Causes explain a failure; a model that has learned needs no excuse.

@@ -344,7 +344,7 @@ def _read_or_damaged(path: Path, read: Callable[[], T]) -> T:
         raise
     except Exception as error:
         raise WeightsError(
-            f"damaged or not a {path.suffix} file ({type(error).__name__})",
+            f"damaged, or not a {path.suffix} file",
             code="weights_damaged",
             where=str(path),
             fix="fetch it again",

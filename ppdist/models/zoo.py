@@ -22,6 +22,7 @@ import yaml
 
 from ppdist.common.errors import ConfigError, WeightsError
 from ppdist.common.files import read_file, replace_file, user_cache
+from ppdist.common.machine import suggest_path
 from ppdist.common.process import say
 from ppdist.storage.download import download, sha256_of
 from ppdist.storage.stores import copy_command
@@ -153,7 +154,7 @@ def similar_names(weights: Path | str) -> str:
             "`ppdist verify zoo` lists their weights"
         )
     if Path(weights).suffix or len(Path(weights).parts) > 1:
-        return ""
+        return suggest_path(Path(weights)) or "give the folder of a run, or a file of weights"
     close = difflib.get_close_matches(f"{weights}", zoo(), 3, 0.5)
     return f"did you mean {' or '.join(close)}? " * bool(close) + "`ppdist verify zoo` lists names"
 

@@ -25,6 +25,7 @@ import numpy as np
 from PIL import Image
 
 from ppdist.common.errors import DataError
+from ppdist.common.machine import suggest_path
 from ppdist.data.datasets.annotations import ignore_issue, read_text
 from ppdist.data.image import DARK, convert_array, convert_pillow, decode_image, read_content
 from ppdist.runtime.decoder import (
@@ -254,7 +255,10 @@ def find_sources(source: Path, leave_out: Path | None) -> list[Path]:
         return [source]
     if not source.is_dir():
         raise DataError(
-            "no such image, folder or video", code="source_not_found", where=str(source)
+            "no such image, folder or video",
+            code="source_not_found",
+            where=str(source),
+            fix=suggest_path(source),
         )
     files = [
         file

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -317,3 +319,30 @@ def test_a_recipe_finds_the_layout_of_another_root_as_data_does(project, tmp_pat
     assert load_config_with_data("yolov5n", [root, "model.num_classes=5"]).model.num_classes == 5
     for items in ([root, "data.train.images=x"], [f"data.root={tmp_path}"], ["seed=3"]):
         assert load_config_with_data("yolov5n", items) == load_config("yolov5n", items)
+
+
+def commands_in(text):
+    """The commands that are printed to be copied, each on its own line, without `curves`."""
+    return re.findall(
+        r"^(?:.* INFO )?(?:longer|predict|test|export|speed) +ppdist (.*)$", text, re.M
+    )
+
+
+@pytest.mark.slow
+def test_what_is_printed_to_be_typed_next_works(project, tmp_path):
+    def type_in(words):
+        command = [sys.executable, "-m", "ppdist", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (words, done.stderr)
+        return done.stdout
+
+    wishes = ["--model", "yolov5n", "--epochs", "1", "--batch", "2", "--image-size", "64"]
+    to_type = commands_in(type_in(["train", str(project / "yaml/data.yaml"), *wishes, *SMALL]))
+    assert [text.split()[0] for text in to_type] == ["train", "predict", "export"]
+    typed = set()
+    while to_type:
+        text = to_type.pop()
+        if text not in typed:
+            typed.add(text)
+            to_type += commands_in(type_in(shlex.split(text)))
+    assert {text.split()[0] for text in typed} == {"train", "predict", "export", "benchmark"}

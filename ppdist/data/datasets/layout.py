@@ -15,12 +15,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from ppdist.common.addresses import is_remote
 from ppdist.common.errors import ConfigError, DataError
+from ppdist.common.machine import suggest_path
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.migration import is_data_yaml
 from ppdist.config.section import Task
@@ -177,8 +177,6 @@ def _detect_layout(path: Path, source: str) -> Layout:
         unused = _find_unused(layout, kinds)
         return replace(layout, notes=(*layout.notes, *unused))
     if not path.is_dir():
-        siblings = [file.name for file in path.parent.glob("*")] if not path.exists() else []
-        near = get_close_matches(path.name, siblings, 1)
         message = f"is neither a folder nor a data.yaml (looked in {Path.cwd()})"
         packed = path.is_file() and path.suffix.lower() in _ARCHIVES
         fix = "unpack it, then give the folder" if packed else _KINDS
@@ -187,7 +185,7 @@ def _detect_layout(path: Path, source: str) -> Layout:
                 f"{path.name} comes with ultralytics, which fetches its images; ppdist fetches "
                 "none: `ppdist train FOLDER --model yolov5n` takes the folder that has them"
             )
-        fix = f"did you mean {path.with_name(near[0])}?" if near else fix
+        fix = suggest_path(path) or fix
         raise DataError(message, code="data_not_found", where=source, fix=fix)
     for folder in _unwrap_folders(path):
         files = [file for file in sorted(folder.glob("*.y*ml")) if _holds_data(file)]
