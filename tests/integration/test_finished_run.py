@@ -41,7 +41,7 @@ def train(folder: str) -> int:
     data.BAD_SHARE = 0.5
 
     def draw(folder: Path, **_: object) -> None:
-        time.sleep(0.5)
+        time.sleep(2.0)
         os.kill(os.getpid(), signal.SIGSEGV)
 
     run_plots.draw_run = draw  # type: ignore[assignment]
