@@ -78,7 +78,8 @@ def data_line(config: ExperimentConfig, train: DetectionSet, val: DetectionSet |
     more = ", ..." if len(names) > _NAMES else ""
     validate = "no validation" if val is None else f"val {len(val.records)}"
     name = str(config.data.root).rstrip("/").rpartition("/")[2]
-    selection = config.data.describe_selection()
+    # The line names the classes.
+    selection = config.data.model_copy(update={"classes": ()}).describe_selection()
     return (
         f"{name}: train {counted(len(train.records), 'image')}, {validate}; "
         f"{counted(len(names), 'class', 'es')}: {', '.join(names[:_NAMES])}{more}"
