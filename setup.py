@@ -117,7 +117,7 @@ setup(
             "python-multipart>=0.0.27",
             "httpx>=0.27",
             "optuna>=4.4",
-            "s3fs>=2024.6",
+            "s3fs>=2025.2",
             "moto[server]>=5",  # an S3 server on loopback
             "simplejpeg>=1.9",
             "mkdocs-material>=9.5",

@@ -143,7 +143,7 @@ CARRIES = {
     "ppdist.data.transforms.pipeline": (23, 5850),
     "ppdist.data.loading.loader": (51, 11950),
     "ppdist.engine.train_step": (36, 5800),
-    "ppdist.engine.trainer": (72, 12500),
+    "ppdist.engine.trainer": (73, 12700),
 }
 NAMED = re.compile(r"(ppdist(?:\.\w+)+)(?::\w+)?")
 

@@ -1,6 +1,5 @@
 """Runs: one training, or one evaluation of weights, from its config."""
 
-import importlib
 import json
 import os
 import shlex
@@ -346,7 +345,7 @@ def _begin_plots(
     log.info(f"drawing {output_dir / 'plots'}")
     log.flush()  # plots are drawn from its files
     with suppress(Exception):  # a broken matplotlib costs the plots alone, with a warning
-        importlib.import_module("ppdist.viz.plots")  # once for both processes
+        from ppdist.viz import plots  # noqa: F401  imported once for both processes
     waits = [  # a processor each
         begin_in_child(partial(_draw, output_dir, experiment, config, file), _DRAWING_SECONDS)
         for file in (METRICS, EVALUATION)

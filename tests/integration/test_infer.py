@@ -56,7 +56,7 @@ def call_infer(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     [
         ("--source nowhere --out o -w x", "source_not_found"),
         ("--source . --out .", "out_holds_source"),
-        ("--source a.txt --out o", "not_a_picture"),
+        ("--source a.md --out o", "not_a_picture"),
         ("--source empty --out o", "no_images"),
         ("--source . --out theirs", "out_not_ours"),
         ("--source a.jpg --out o", "option_missing"),
@@ -78,7 +78,7 @@ def test_wrong_arguments_are_named(
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "theirs"):
         (tmp_path / name).mkdir()
-    for name in ("a.txt", "a.jpg", "theirs/b.jpg"):
+    for name in ("a.md", "a.jpg", "theirs/b.jpg"):
         (tmp_path / name).touch()
     with raises(code):
         call_infer(monkeypatch, *arguments.split())

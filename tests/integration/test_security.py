@@ -33,6 +33,7 @@ ALLOWED = {
     ("ppdist", "importlib.import_module"): "a name of its own table",
     ("ppdist.runtime.predictor", "importlib.import_module"): "one of two runtimes",
     ("ppdist.predict.sources", "urllib.request.urlopen"): "http(s) as typed, an image, bounded",
+    ("ppdist.engine.end_hook", "urllib.request.urlopen"): "the address of log.on_end, a POST",
     ("ppdist.common.trackers", "importlib.import_module"): "of our table, or named by the user",
     ("ppdist.common.trackers", "pickle.load"): "from the run that started it, over its stdin",
     (

@@ -17,6 +17,7 @@ FIELDS = ["time", "source", "level", "rank", "step", "code", "message"]
 @pytest.fixture(autouse=True)
 def as_json(monkeypatch):
     monkeypatch.setenv(json_lines.FORMAT_VARIABLE, "json")
+    json_lines.choose_format("json")  # forgets the step of an earlier run
     yield
     json_lines.choose_format("text")
 

@@ -208,7 +208,7 @@ def test_a_hung_upload_does_not_hang_the_end(tmp_path, store, monkeypatch):
     save(mirror.folder, 2)
     began = time.monotonic()
     assert "checkpoints/step-00000002" in mirror.finish(briefly=True)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     held.set()
 
 

@@ -33,7 +33,7 @@ class Heard:
     def forget(self, step, key):
         self.forgotten = (step, key)
 
-    def row(self, header, row):
+    def row(self, header, row, text):
         self.lines += [header, row]
 
     def metrics(self, record):
