@@ -1,6 +1,6 @@
 """ppdist: distributed object-detector training on PaddlePaddle fleet (see docs/python.md).
 
-The names of `__all__` are imported when they are asked for, so `import ppdist` costs nothing.
+The names of `__all__` are imported on first access, so `import ppdist` costs nothing.
 """
 
 import importlib.util
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if sys.platform == "win32":
     sys.exit("ppdist needs Linux.  On Windows, use it in WSL2: docs/start.md, Windows and macOS")
-if not (3, 10) <= sys.version_info[:2] <= (3, 13):  # as in setup.py; Paddle has no others
+if not (3, 10) <= sys.version_info[:2] <= (3, 13):  # as in setup.py; Paddle supports no others
     sys.exit(f"ppdist needs Python 3.10 to 3.13, and this is {sys.version.split()[0]}")
 
 if TYPE_CHECKING:
@@ -42,20 +42,21 @@ _HOMES = {
     "evaluate": "ppdist.api",
     "load_config": "ppdist.config.experiment",
     "train": "ppdist.api",
-}  # `export` is below: the folder of that name is called like the function
+}  # `export` is handled below: the package has the name of the function
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
         process = importlib.import_module("ppdist.common.process")
-        process.quiet_paddle()  # which some of them import
+        process.quiet_paddle()  # which some of these names import
         process.log_in_notebook()
     if name == "export":
         return importlib.import_module("ppdist.export")
     if name not in _HOMES:
-        # `from ppdist import cli` asks here before it imports that module: no habit of others.
+        # `from ppdist import cli` calls this before it imports the module; only names that are not
+        # ours are treated as names of other libraries.
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is None:
-            # `from ppdist import YOLO` asks here first, and turns an AttributeError into its own.
+            # `from ppdist import YOLO` calls this first; it replaces an AttributeError with its own.
             asking = importlib.import_module("inspect").currentframe().f_back
             imports = asking.f_code.co_name == "_handle_fromlist"
             migration = importlib.import_module("ppdist.config.migration")
@@ -69,7 +70,7 @@ def __dir__() -> list[str]:
 
 
 class _Export(ModuleType):
-    """The folder `ppdist.export`, which is called as the function that users know."""
+    """The package `ppdist.export`, callable as the public function of the same name."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return importlib.import_module("ppdist.api").export(*args, **options)

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parent
-if Path(sys.path[0]).resolve() == _FOLDER:  # started as a script: our folders are not modules
+if Path(sys.path[0]).resolve() == _FOLDER:  # run as a script: hide our folders from imports
     sys.path[0] = str(_FOLDER.parent)
 
 from ppdist.common.signals import end_interrupted, hear_interrupt, hold_signals  # noqa: E402
@@ -12,7 +12,7 @@ from ppdist.common.signals import end_interrupted, hear_interrupt, hold_signals 
 
 def main() -> None:
     """Entry of the console script, too."""
-    if sys.argv[1:2] in (["train"], ["launch"]):  # before all that is to be imported for them
+    if sys.argv[1:2] in (["train"], ["launch"]):  # before the imports of these commands
         hold_signals()
     try:
         hear_interrupt()

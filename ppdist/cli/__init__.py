@@ -43,11 +43,11 @@ COMMANDS = {
     "benchmark": "measure training, loading, evaluation and inference speed",
     "verify": "verify cards, equivalence, parity, metrics and exports",
 }
-# Each writes one result; under fleetrun every rank would write it at the same time.
+# Each of these commands writes one result; under fleetrun all ranks would write it at once.
 _ONE_PROCESS = {"predict", "export", "convert", "data", "config", "report", "plan"}
 # What other trainers call our commands.
 _NAMES_ELSEWHERE = {"val": ["eval"], "infer": ["predict"], "detect": ["predict"], "test": ["eval"]}
-# Commands of earlier versions, with what to do instead.
+# Commands of earlier versions, and what to use instead.
 _REMOVED = {"completion": "leave its line out of what your shell reads at its start"}
 _ULTRALYTICS = ("yolo", "detect", "classify")
 CLONE = Path(__file__).resolve().parents[2]
@@ -67,7 +67,8 @@ def run(command: str) -> NoReturn:
 def require_one_process(command: str) -> None:
     """Checks that a command which needs a single process runs as one.
 
-    Raises: ConfigError: fleetrun started several.  LaunchError: none did, but variables say so.
+    Raises: ConfigError: fleetrun started several processes.  LaunchError: fleetrun did not, but
+        environment variables say that there are several.
     """
     ranks = job.launched_ranks()
     if command in _ONE_PROCESS and ranks > 1:
@@ -92,7 +93,7 @@ def load_main(command: str) -> Callable[[], int | None]:
 
 
 def main() -> NoReturn:
-    """Runs the command that the first word of the command line names."""
+    """Runs the command named by the first word of the command line."""
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
         print("usage: ppdist COMMAND ...   (COMMAND --help says more)\n")
@@ -127,7 +128,7 @@ def main() -> NoReturn:
 class Parser(argparse.ArgumentParser):
     """A parser without abbreviations that recognises options of other trainers.
 
-    No option is guessed from its beginning: `--conf 0.1` of another trainer is not --config.
+    Options are never completed from a prefix: `--conf 0.1` of another trainer is not --config.
     """
 
     def __init__(self, *args: Any, command: str = "", **kwargs: Any) -> None:
@@ -184,7 +185,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser(command: str, text: str | None) -> Parser:
     """Builds the parser of one of COMMANDS.
 
-    Args: text: the docstring of its module, which --help shows first, line by line.
+    Args: text: the docstring of the command's module, shown line by line at the top of --help.
     """
     form = argparse.RawDescriptionHelpFormatter
     return Parser(command=command, description=text, formatter_class=form)
@@ -199,7 +200,7 @@ def version() -> str:
     return ", ".join([*parts, f"Python {platform.python_version()}"])
 
 
-# The `config` text of add_config for commands whose weights may bring their configuration along.
+# The help text of -c for commands whose weights may include their configuration.
 OR_OF_WEIGHTS = "YAML file of the experiment, or the name of a shipped one (default: that of -w)"
 
 
@@ -213,7 +214,7 @@ def add_config(
     config: str = _CONFIG,
     override: str = "overrides of config keys, e.g. -o train.epochs=10 data.root=datasets/mine",
 ) -> None:
-    """Adds -c and -o to a parser, with these texts in --help."""
+    """Adds -c and -o to a parser, with the given help texts."""
     parser.add_argument("-c", "--config", required=required, help=config)
     parser.add_argument(
         "-o", "--override", nargs="+", action="extend", default=[],
@@ -227,7 +228,7 @@ def add_config(
 
 
 class _TrustPlugins(argparse.Action):
-    """The action of an option that trusts plug-ins here and in all child processes."""
+    """The argparse action of an option that trusts plug-ins here and in all child processes."""
 
     def __call__(self, *_: Any) -> None:
         from ppdist.config.plugins import TRUST_VARIABLE
@@ -245,8 +246,8 @@ def add_data(
     """Adds DATA, -c and -o to a parser; `load_experiment` reads them.
 
     Args:
-        recipe: adds --model, the name of a shipped one; this is its default.
-        config: what --help says of -c.
+        recipe: default of --model, the name of a shipped recipe; without it there is no --model.
+        config: help text of -c.
     """
     parser.add_argument("data", nargs="?", metavar="DATA", help="a data.yaml or a folder")
     add_config(parser, required=False, config=config)
@@ -259,8 +260,9 @@ def add_data(
 def require_one_source(arguments: argparse.Namespace, command: str, model: str = "") -> None:
     """Requires either DATA or -c.
 
-    Args: model: the --model that the example shows, for a command that needs one with DATA.
-    Raises: ConfigError: both, or neither.
+    Args: model: value of --model in the example that the error message shows, for a command
+        that needs --model with DATA.
+    Raises: ConfigError: both were given, or neither.
     """
     if bool(arguments.data) == bool(arguments.config):
         sources = " and ".join(filter(None, (arguments.data, arguments.config)))
@@ -286,7 +288,7 @@ def require_one_source(arguments: argparse.Namespace, command: str, model: str =
 def load_experiment(arguments: argparse.Namespace, command: str) -> "ExperimentConfig":
     """Loads the configuration of -c, or fits a recipe to DATA; then applies -o.
 
-    Args: arguments: of a parser with `add_data`.  command: as users type it, for messages.
+    Args: arguments: from a parser with `add_data`.  command: as users type it, for messages.
     """
     from ppdist.engine.recipe import (
         TrainOptions,
@@ -339,7 +341,7 @@ def command_line() -> list[str]:
 
 
 def script_words(command: str) -> list[str]:
-    """Returns the words by which fleetrun starts a command on its ranks.
+    """Returns the words with which fleetrun starts a command on its ranks.
 
     Runs record them and messages show them, so in a clone they name the script in tools/ that a
     user would type.
@@ -351,12 +353,12 @@ def script_words(command: str) -> list[str]:
 
 
 def is_clone() -> bool:
-    """Returns True if this package lies in its repository, not in site-packages."""
+    """Returns True if this package is in a clone of its repository, not in site-packages."""
     return (CLONE / "setup.py").is_file()
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table on stdout; long cells are folded."""
+    """Prints a table to stdout; long cells are wrapped."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Column, Table
@@ -368,7 +370,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def weights_words(arguments: argparse.Namespace) -> str:
-    """Returns the words that name the weights of -w once more, with -c and -o but for data."""
+    """Returns -w with -c and -o, without overrides of `data.`, as text for a new command."""
     words = ["-c", arguments.config] if arguments.config else []
     words += ["-w", arguments.weights]
     items = [item for item in arguments.override if not item.startswith("data.")]
@@ -376,16 +378,17 @@ def weights_words(arguments: argparse.Namespace) -> str:
 
 
 def print_commands(commands: Iterable[tuple[str, str]]) -> None:
-    """Prints commands to copy, as a training does at its end: (purpose, command) pairs."""
+    """Prints commands to copy, as (purpose, command) pairs, like those at the end of training."""
     for purpose, command in commands:
         print(f"{purpose:10}{command}")
 
 
 def default_folder(weights: Path, name: str) -> Path:
-    """Returns the default output folder: in the run of the weights, else named after them.
+    """Returns the default output folder: in the run that the weights belong to, else named after
+    the weights.
 
     Args: weights: a run, a checkpoint, a file or a name; or an export in a run.
-    Raises: UserError: the folder in the run, or one below, is a link.
+    Raises: UserError: the folder in the run, or a folder below it, is a link.
     """
     from ppdist.common.files import require_no_links
     from ppdist.models.weights import checkpoint_of

@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def synthetic_data(arguments: argparse.Namespace, root: Path) -> list[str]:
-    """Draws a data set, equal on each rank; returns its overrides."""
+    """Generates a data set, the same on every rank; returns the overrides that select it."""
     from ppdist.data.datasets.synthetic import make_shapes
 
     overrides = [f"data.root={root}", "model.num_classes=3"]

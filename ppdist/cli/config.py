@@ -23,8 +23,8 @@ from ppdist.config.parse import dump_yaml
 from ppdist.config.shipped import find_config, folder, near, recipes, short_names
 
 _EXPERIMENT = re.compile(r"^config: *(\S+\.yml)$", re.MULTILINE)
-_TRAIN_COMMAND = re.compile(r"tools/train\.py -c configs/\S+")  # in the head of a shipped one
-_BASES = re.compile(r"^_BASE_:(.*)$", re.MULTILINE)  # on one line in all that ship
+_TRAIN_COMMAND = re.compile(r"tools/train\.py -c configs/\S+")  # in the header of a shipped config
+_BASES = re.compile(r"^_BASE_:(.*)$", re.MULTILINE)  # one line in every shipped config
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def list_models() -> list[ModelRow]:
             _format_figure(memory and memory / 1000, ".1f"),
         )
         pixels = f"{height}" if height == width else f"{height}x{width}"
-        size = row.get("parameters_M", float("inf"))  # the unknown last
+        size = row.get("parameters_M", float("inf"))  # unknown sizes last
         key = (model.name, getattr(model, "variant", ""), height, size)
         rows.append((key, ModelRow(short_name, pixels, *cells, weights)))
     return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
@@ -121,7 +121,7 @@ def format_listing() -> str:
 
 
 def _describe_config(name: str, path: Path) -> str:
-    """Returns the lines of a config that is no recipe of a model: its name, what it is."""
+    """Returns the lines for a config that is not a model recipe: its name and description."""
     lines = textwrap.wrap(
         first_sentence(path), 49, max_lines=2, placeholder=" ...", break_on_hyphens=False
     )
@@ -130,7 +130,7 @@ def _describe_config(name: str, path: Path) -> str:
 
 
 def read_published_weights() -> dict[str, tuple[str, float]]:
-    """Reads the published weights of every COCO recipe: name, AP."""
+    """Reads the name and AP of the published weights of every COCO recipe."""
     entries = yaml.safe_load((_MODELS / "zoo.yml").read_text(encoding="utf-8"))["weights"]
     weights_by_config: dict[str, tuple[str, float]] = {}
     for name, entry in entries.items():
@@ -140,7 +140,7 @@ def read_published_weights() -> dict[str, tuple[str, float]]:
 
 
 def read_figures() -> dict[str, Any]:
-    """Reads what `python -m benchmarks models` measured."""
+    """Reads the figures that `python -m benchmarks models` measured."""
     figures: dict[str, Any] = yaml.safe_load((_MODELS / "figures.yml").read_text(encoding="utf-8"))
     return figures
 
@@ -153,7 +153,7 @@ def first_sentence(path: Path) -> str:
 
 
 def copy_config(name: str, file: Path | None) -> Path:
-    """Copies a shipped config or study to a new file, which can be edited.
+    """Copies a shipped config or study to a new file for editing.
 
     References to other shipped files (`_BASE_`) are rewritten so that they still resolve.
 
@@ -176,12 +176,12 @@ def copy_config(name: str, file: Path | None) -> Path:
         )
     text = source.read_text(encoding="utf-8")
     bases = _BASES.search(text)
-    experiment = _EXPERIMENT.search(text)  # of a study
+    experiment = _EXPERIMENT.search(text)  # in a study
     parts = re.findall(r"[\w./]+\.yml", bases[1] if bases else "")
     for part in [*parts, *([experiment[1]] if experiment else [])]:
         shipped = (source.parent / part).resolve().relative_to(folder().resolve())
-        # Paths relative to the shipped folder resolve from any place; those beside the copy would
-        # not.
+        # Paths relative to the shipped folder resolve from anywhere; paths relative to the copy
+        # would not.
         text = text.replace(part, shipped.as_posix())
     text = _TRAIN_COMMAND.sub(f"ppdist train -c {shlex.quote(str(target))}", text)
     text = text.replace("$schema=../schema.json", f"$schema={folder() / 'schema.json'}")

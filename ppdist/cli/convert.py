@@ -51,10 +51,10 @@ def main() -> int:
     card = read_card_or_warn(weights, process.warn) or ModelCard()
     load_all_weights(model, weights)
     is_torch_file = out.suffix.lower() in (".pt", ".pth")
-    # Programs in torch know the names of the original implementation.
+    # PyTorch programs expect the names of the original implementation.
     keys = arguments.keys or ("official" if is_torch_file else "ours")
     arrays = official_arrays_of(model) if keys == "official" else arrays_of(model)
-    # Names that do not fit the model are left out of the card.
+    # Class names that do not fit the model are left out of the model card.
     names, threshold = card.class_names or config.data.class_names, card.best_f1_threshold
     card = card_of(
         config, model, names if len(names) == config.model.num_classes else (),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ppdist.data.types import RawSet
 
 SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
-_MOST_CLASSES = 100  # that a table lists
+_MOST_CLASSES = 100  # the most that a table lists
 
 
 def parse() -> argparse.Namespace:
@@ -141,7 +141,7 @@ def check(arguments: argparse.Namespace) -> int:
                 code="no_boxes_to_fix",
                 where="--fix",
             )
-        # Checked before the set is read, which may take minutes.
+        # Checked before the data set is read, which may take minutes.
         make_folder(arguments.fix)
         if any(arguments.fix.iterdir()):
             raise errors.ConfigError(
@@ -165,7 +165,7 @@ def check_splits(
 
     Args:
         fast: read image headers only, decode nothing.
-        workers: processes; 0: one per core.
+        workers: number of processes; 0 starts one per core.
         brief: print examples of errors only.
     """
     from ppdist.common.machine import available_cores
@@ -188,7 +188,7 @@ def check_splits(
 
 
 def verdict(config: "ExperimentConfig", report: "Report") -> int:
-    """Prints whether the splits can be used, and returns the exit code."""
+    """Prints whether the splits are usable, and returns the exit code."""
     from ppdist.data.datasets.build import dataset_from_raw
     from ppdist.engine.suitability import findings_of
 
@@ -207,7 +207,7 @@ def verdict(config: "ExperimentConfig", report: "Report") -> int:
 
 
 def writable_format(word: str) -> str:
-    """Checks that `convert` can write this format; for `type=` of an option."""
+    """Checks that `convert` can write this format; used as `type=` of an option."""
     if word == "voc":
         raise argparse.ArgumentTypeError(
             "Pascal VOC is read, but no longer written: use coco, which keeps everything; "
@@ -217,7 +217,7 @@ def writable_format(word: str) -> str:
 
 
 def write_fixed(arguments: argparse.Namespace, data_format: str, report: "Report") -> None:
-    """Writes the clean copy (COCO unless the set is YOLO) and prints what was fixed."""
+    """Writes the fixed copy (COCO unless the data set is YOLO) and prints what was fixed."""
     from ppdist.data.checks.clean_copy import clean_copy
     from ppdist.data.datasets.convert import Format, conversion_section
 
@@ -233,18 +233,18 @@ def write_fixed(arguments: argparse.Namespace, data_format: str, report: "Report
 
 
 def say_how_to_train(out: Path) -> None:
-    """Prints how to train on a folder just written; its `data:` section follows."""
+    """Prints how to train on a folder just written, then its `data:` section."""
     from ppdist.data.datasets.layout import find_layout
 
     print(f"wrote {out}")
-    with suppress(errors.UserError):  # images elsewhere or in shards: by the section alone
+    with suppress(errors.UserError):  # images elsewhere or in shards need the section
         find_layout(str(out))
         print(f"to train: `ppdist train {shlex.quote(str(out))} --model yolov5n`")
     print("in a configuration, to use it:")
 
 
 def read_splits(arguments: argparse.Namespace) -> "dict[str, RawSet]":
-    """Reads the splits of DATA or -c as they are, also of other tools."""
+    """Reads the splits of DATA or -c unchanged, including formats of other tools."""
     from ppdist.data.datasets.annotations import IssueLog
     from ppdist.data.datasets.build import read_raw
     from ppdist.data.datasets.foreign import detect_tool, read_foreign
@@ -303,7 +303,7 @@ def convert(arguments: argparse.Namespace) -> int:
         )
     raws = read_splits(arguments)
     written: list[Path] = []
-    # A copy that fails half way would look like a whole data set.
+    # A copy that fails halfway would look like a complete data set.
     with remove_on_failure(written):
         for split, raw in raws.items():
             lines = write(
@@ -436,9 +436,9 @@ def split(arguments: argparse.Namespace) -> int:
     else:
         shares = parse_shares(arguments.parts)
         parts_of_list = {name: {part} for part, name in enumerate(shares)}
-    config = load(arguments).data.model_copy(update={"val_fraction": None})  # all of it
+    config = load(arguments).data.model_copy(update={"val_fraction": None})  # the whole set
     dataset = read_split(config, "train", all_images=True)
-    # Duplicates stay in one part: otherwise validation images would also be trained on.
+    # Duplicates stay in one split: otherwise validation images would also be trained on.
     group_N = group_by_content([record.path for record in dataset.records])
     classes = [record.labels_M[~record.crowd_M] for record in dataset.records]
     part_N = divide(classes, group_N, [*shares.values()], arguments.seed)
@@ -460,7 +460,7 @@ def split(arguments: argparse.Namespace) -> int:
 
 
 def anchors(arguments: argparse.Namespace) -> int:
-    """Prints how well the anchors fit the training set, and fitted ones that do better."""
+    """Prints how well the anchors fit the training set, and fitted anchors if they fit better."""
     from ppdist.data.checks.statistics import fit_anchors, refit_if_needed, sizes_in_input
     from ppdist.data.datasets.build import read_split
     from ppdist.engine.build import build_model
@@ -475,7 +475,7 @@ def anchors(arguments: argparse.Namespace) -> int:
         )
     model = build_model(config)
     if config.model.pretrained and not config.model.anchors:
-        # Pretrained weights bring their anchors along, unless the configuration sets others.
+        # Pretrained weights include anchors, which apply unless the configuration sets others.
         load_weights(model, config.model.pretrained)
     before_LA2, threshold = model.anchors_LA2, model.anchor_threshold
     seed = config.seed if arguments.seed is None else arguments.seed

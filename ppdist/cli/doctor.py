@@ -38,7 +38,7 @@ from ppdist.launch.options import STALE_VARIABLES, Options, parse_options
 from ppdist.launch.topology import LaunchPlan, make_plan, this_machine
 
 Split = Literal["train", "val"]
-_REPORT = "PPDIST_DOCTOR_REPORT"  # set for the ranks: where the first one of a host reports
+_REPORT = "PPDIST_DOCTOR_REPORT"  # for the ranks: the report of each host's first rank
 _FLEETRUN_OPTIONS = (
     "ips",
     "host",
@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    # A rank that `check_together` has started, not the user's own command.
+    # This process is a rank started by `check_together`, not the user's own command.
     if _REPORT in os.environ:
         return check_rank(arguments, Path(os.environ[_REPORT]))
     findings: list[Finding] = []
@@ -85,12 +85,12 @@ def main() -> int:
 
 
 def run_checks(arguments: argparse.Namespace, findings: list[Finding]) -> dict[str, Any]:
-    """Checks this machine and, if there are several processes, what they do together.
+    """Checks this machine and, if there are several processes, how they work together.
 
-    Prints each finding and appends it to `findings` at once, so that an interrupted check keeps
-    those so far.
+    Prints each finding and appends it to `findings` immediately, so that an interrupted check
+    keeps the findings so far.
 
-    Returns: what the processes measured together, for --json; {} where they were not started.
+    Returns: what the processes measured together, for --json; {} if they were not started.
     """
     machine = this_machine()
     options = launch_options(arguments)
@@ -128,15 +128,15 @@ def launch_options(arguments: argparse.Namespace) -> Options:
     for name in _FLEETRUN_OPTIONS:
         value = getattr(arguments, name)
         options += [] if value is None else [f"--{name}={value}"]
-    # What is left over from another launch is a finding of its own.
+    # Variables left over from another launch are a finding of their own.
     environment = {name: os.environ[name] for name in os.environ if name not in STALE_VARIABLES}
     return parse_options([*options, *script_words("doctor")], environment)
 
 
 def _check_output_dir(output_dir: str) -> str:
-    """Checks that a run can write to its folder, on a disk or in a store; returns a line.
+    """Checks that a run can write to its folder, on a disk or in a store; returns a line about it.
 
-    Raises: LaunchError, UserError: it cannot.
+    Raises: LaunchError, UserError: a run cannot write there.
     """
     if not is_remote(output_dir):
         return check_writable(Path(output_dir))
@@ -186,7 +186,7 @@ def check_together(
     file, logs = folder / "report.json", folder / "log"
     command = [*launcher, "--log_dir", str(logs), *script]
     code = start_here(command, env={**os.environ, _REPORT: str(file)}).wait()
-    if code or not file.exists():  # the logs stay: the messages name them
+    if code or not file.exists():  # keep the logs: the messages refer to them
         remedy = f"its output is above, more of it in {logs}; start the same command on every host"
         message = f"the processes ended with exit code {code}"
         return [Finding(FAIL, "together", message, remedy)], {}

@@ -66,7 +66,7 @@ def add_average(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_scales(text: str) -> tuple[float, ...]:
-    """Parses numbers from 0.1 to 10 with commas between them, for `type=` of an option."""
+    """Parses comma-separated numbers from 0.1 to 10, for `type=` of an option."""
     try:
         factors = tuple(float(word) for word in text.split(","))
     except ValueError:
@@ -96,7 +96,7 @@ def fuse(arguments: argparse.Namespace) -> None:
     files = [config for config, _ in models]
     configs = [load_config(file, arguments.override) for file in files]
     comm.init(configs[0].device, configs[0].distributed)
-    comm.run_on_main(lambda: make_folder(out))  # not only when the work is done
+    comm.run_on_main(lambda: make_folder(out))  # now, not only after the work is done
     dataset = comm.run_on_all_ranks(lambda: fusing.read_common_set(files, configs))
     for line in limit_notes(dataset):
         tell(line)
@@ -139,7 +139,7 @@ def members_of_model(
     fetch_on_all_ranks(weights)
     if class_note := comm.run_on_all_ranks(load):
         tell(f"{weights}: {class_note}")
-    # A view's own suppression must be stricter than the fusion; see `view_iou`.
+    # The suppression within a view must be stricter than the fusion; see `view_iou`.
     suppression_iou = view_iou(arguments.iou, config.suppression.iou_threshold)
     members = []
     for member in fusing.members_of_model(

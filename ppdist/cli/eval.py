@@ -66,13 +66,13 @@ def main() -> int:
     def prepare() -> None:
         for file in (arguments.json, arguments.save_detections):
             if file and comm.is_main():
-                make_parent(file)  # not only when the work is done
+                make_parent(file)  # now, not only after the work is done
         if arguments.out and comm.is_main():
             make_folder(arguments.out)
         warn = process.warn if comm.is_main() else lambda _: None
         read_card_or_warn(arguments.weights, warn, derives=False)
 
-    # A set without annotations can be predicted, but not measured or bounded.
+    # On a set without annotations we can predict, but not compute or require metrics.
     ready = prepare_evaluation(
         config, Path(arguments.weights), split=arguments.split, prepare=prepare,
         annotated=not arguments.save_detections or bool(target),
@@ -87,7 +87,7 @@ def main() -> int:
     section = getattr(config.data, arguments.split)
 
     def report() -> dict[str, float]:
-        if not has_objects(ready.dataset):  # images of a challenge
+        if not has_objects(ready.dataset):  # such as the test images of a challenge
             evaluator.save(arguments.save_detections, predictions)
             reason = f"{ready.dataset.source} has no annotated objects, so nothing was measured"
             process.say(f"ppdist: {reason}; wrote {arguments.save_detections}")
@@ -96,7 +96,7 @@ def main() -> int:
         step = step_of(Path(arguments.weights))
         analysis = analyse(evaluator.scored, predictions, step, config.evaluate.max_detections)
         if arguments.json:
-            keys = {"images", "left_out", "duplicate_boxes"}  # the last of a detector
+            keys = {"images", "left_out", "duplicate_boxes"}  # the last one only for detectors
             extra = {key: value for key, value in analysis.items() if key in keys}
             extra |= {"split": arguments.split, "limit": section.limit}
             write_json(arguments.json, {**metrics, **extra})
@@ -140,9 +140,9 @@ def config_for(arguments: argparse.Namespace) -> "ExperimentConfig":
 
 
 def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
-    """Prints the metrics, and below them those of each class.
+    """Prints the overall metrics, then the metrics of each class.
 
-    Args: metrics: -1 where there is no such object, printed as a dash.
+    Args: metrics: -1 for a metric without any object to measure, printed as a dash.
     """
     from ppdist.metrics.analysis import class_table
     from ppdist.metrics.scored import duplicates_line
@@ -157,7 +157,7 @@ def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
     print(f"{images}{unread if left_out else ' images'}")
     if duplicates := analysis.get("duplicate_boxes"):
         print(duplicates_line(duplicates))
-    overall = {name: value for name, value in metrics.items() if "/" not in name}  # no class's
+    overall = {name: value for name, value in metrics.items() if "/" not in name}  # not of a class
     print_table(["metric", "value"], [(name, shown(value)) for name, value in overall.items()])
     print(class_table(analysis))
 
@@ -170,7 +170,7 @@ def write_out(
     data: "DataConfig",
     split: "SplitConfig",
 ) -> None:
-    """Writes evaluation.json, detections.json and the plots of the detections in `predictions`."""
+    """Writes evaluation.json, detections.json and the plots for the detections in `predictions`."""
     from ppdist.common.files import write_json
     from ppdist.viz.run_plots import draw_run
 
@@ -182,7 +182,7 @@ def write_out(
 
 
 def read_bound(at_least: str | None) -> tuple[str, float] | None:
-    """Parses --at-least into (metric, minimum); None without it."""
+    """Parses --at-least into (metric, minimum); returns None if it was not given."""
     if at_least is None:
         return None
     name, _, value = at_least.partition("=")

@@ -104,7 +104,7 @@ def main() -> int:
     return 0
 
 
-# Formats of other tools by all their names: (options of our export, the tool that converts
+# Formats of other tools, under all their names: (options of our export, tool that converts
 # model.onnx); see docs/deploy.md.
 _WITH_NMS = "--format onnx"
 _PLAIN = "--format onnx --without-nms --fixed-batch --fixed-size"
@@ -193,7 +193,7 @@ def tell(report: "ExportReport") -> None:
 
 
 def show_graph(weights: Path, report: "ExportReport") -> None:
-    """Puts the exported graph into the VisualDL folder of its run."""
+    """Writes the exported graph to the VisualDL folder of the run."""
     from ppdist.common.records import visualdl_command
     from ppdist.viz.graph import write_graph
 
@@ -204,13 +204,13 @@ def show_graph(weights: Path, report: "ExportReport") -> None:
         return
     try:
         write_graph(report.directory / "model.json", curves)
-    except (OSError, KeyError) as error:  # the export is whole without
+    except (OSError, KeyError) as error:  # the export is complete without it
         process.warn(f"no graph for VisualDL in {curves}: {type(error).__name__}: {error}")
     else:
         print(f"its graph: {visualdl_command(curves)}, page GRAPHS")
 
 
 def stop(number: int, frame: object) -> None:
-    """Ends the export as an error would, which cleans up."""
+    """Handles a signal: ends the export as an error would, so that it cleans up."""
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)

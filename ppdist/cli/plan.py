@@ -32,10 +32,10 @@ from ppdist.lab.planner.fit import (
 )
 from ppdist.lab.planner.model import Cluster, Job, Link, Prediction, clusters_up_to, predict
 
-# Assumed where nothing measured says otherwise; every use is listed with its source.
+# Assumed where there is no measurement; every use is reported with its source.
 JITTER, PARALLEL_MS = 0.096, 12.2  # fitted to YOLOv5l on A100 (test_model_published.py)
 _OVERLAP = 0.9
-_HOP_SECONDS = 15e-6  # between hosts: a small all-reduce over 4 hosts takes some 60 us
+_HOP_SECONDS = 15e-6  # between hosts: a small all-reduce over 4 hosts takes about 60 us
 _NOTABLE_ERROR = 0.005  # relative error of a fitted row that is worth a note
 
 
@@ -80,7 +80,7 @@ def above_zero(text: str) -> float:
 
 
 def cluster_size(text: str) -> tuple[int, int]:
-    """Parses HOSTSxCARDS, or the cards of one host, for `type=` of an option."""
+    """Parses HOSTSxCARDS, or the number of cards of a single host, for `type=` of an option."""
     parts = text.lower().split("x")
     if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(
@@ -181,15 +181,15 @@ def run_fit(arguments: argparse.Namespace, measured: Measured) -> dict[str, Any]
     return {**asdict(fitted), "errors": [fitted.error(row) for row in fitted.rows]}
 
 
-# The input of `predict`: measured, given or assumed.
+# The input of `predict`: measured, from options, or assumed.
 
 
 def describe_job(
     arguments: argparse.Namespace, measured: Measured
 ) -> tuple[Job, Cluster, list[str]]:
-    """Returns the training, the cluster, and a list of what was assumed.
+    """Returns the training job, the cluster, and a list of what was assumed.
 
-    Raises: ConfigError: a number is missing that cannot be assumed.
+    Raises: ConfigError: a number is missing for which there is no assumption.
     """
     batches = {row.batch for row in measured.rows}
     if not arguments.batch and len(batches) > 1:
@@ -256,7 +256,7 @@ def fit_step(rows: Sequence[Row], cluster: Cluster, assumed: list[str]) -> Fit:
     """Fits the step-time model and appends what it assumed to `assumed`."""
     identified = identifiable(rows)
     several = cluster.size > 1 or all(row.cards > 1 for row in rows)
-    # With rows on one card only, the cost of several cards has to be assumed.
+    # With rows for one card only, the cost of using several cards has to be assumed.
     jitter = parallel = None
     if several and "jitter" not in identified:
         jitter = JITTER

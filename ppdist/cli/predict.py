@@ -96,7 +96,7 @@ def parse() -> argparse.Namespace:
 
 
 def known_runtime(word: str) -> str:
-    """Checks the name of a runtime for exports; for `type=` of an option."""
+    """Checks the name of a runtime for exports; used as `type=` of an option."""
     if word == "tensorrt":
         raise argparse.ArgumentTypeError(
             "tensorrt is no longer run: give model.onnx to `trtexec` (docs/deploy.md)"
@@ -106,7 +106,7 @@ def known_runtime(word: str) -> str:
 
 def main() -> int:
     arguments = parse()
-    # Everything that can be refused is refused before Paddle is imported and the model is read.
+    # Whatever can be rejected is rejected before Paddle is imported and the model is loaded.
     formats = formats_of(arguments)
     require_valid_options(arguments)
     if arguments.out is None:
@@ -159,7 +159,7 @@ def main() -> int:
         for source in sources:
             yield from frames_of(source, complain)
 
-    # A batch of a camera would show its first frame only when the last has come.
+    # With a camera, the first frame of a batch would be shown only after the last has arrived.
     is_live = any(source.is_live for source in sources)
     frame_predictions = predictions(predict, frames(), 1 if is_live else arguments.batch)
     results: Results
@@ -175,10 +175,10 @@ def main() -> int:
             if summary:
                 print(process.printable(f"{name}: {summary}"), flush=True)
     except KeyboardInterrupt:
-        stopped = not is_live  # a camera has no other end
+        stopped = not is_live  # a camera ends only when interrupted
         if stopped and not results.images:
             raise
-        forget_interrupt()  # and write what was found so far
+        forget_interrupt()  # then write the detections so far
     if unreadable:
         process.warn(f"{len(unreadable)} of {len(sources)} files could not be read, or not whole")
     if not results.images:
@@ -198,7 +198,7 @@ def main() -> int:
 
 
 def following_commands(arguments: argparse.Namespace) -> list[tuple[str, str]]:
-    """Lists what may follow a prediction: the export of -w, the speed of --model."""
+    """Lists commands to run after a prediction: export for -w, benchmark for --model."""
     from ppdist.common.records import next_commands
     from ppdist.predict.model import export_folder
 
@@ -211,8 +211,8 @@ def following_commands(arguments: argparse.Namespace) -> list[tuple[str, str]]:
 def make_recorder(
     results: "Results", choice: "Wanted | None", track: bool
 ) -> "tuple[Callable[[Frame, Any], Any], Callable[[list[Any]], str]]":
-    """Returns a function that adds the detections of a frame to the results, and one that describes
-    the detections of a source in a line.
+    """Returns a function that adds the detections of a frame to the results, and one that
+    summarises the detections of a source in a line.
     """
     from ppdist.predict.model import detections
     from ppdist.predict.results import Classes, Objects
@@ -277,7 +277,7 @@ def formats_of(arguments: argparse.Namespace) -> Sequence[str]:
 
 
 def require_valid_options(arguments: argparse.Namespace) -> None:
-    """Checks options against each other.
+    """Checks that the options are valid and compatible.
 
     Raises: ConfigError: a value is out of range, or two options exclude each other.
     """
@@ -306,7 +306,7 @@ def require_valid_options(arguments: argparse.Namespace) -> None:
 def require_videos(arguments: argparse.Namespace, videos: Sequence[str]) -> None:
     """Checks that --track has a video to follow objects through.
 
-    Raises: ConfigError: there is none.
+    Raises: ConfigError: no source is a video.
     """
     if not videos:
         raise errors.ConfigError(
@@ -318,9 +318,9 @@ def require_videos(arguments: argparse.Namespace, videos: Sequence[str]) -> None
 
 
 def refuse_box_options(arguments: argparse.Namespace, formats: Sequence[str]) -> None:
-    """Refuses the options that a classifier has no use for.
+    """Checks that no option is set that a classifier does not support.
 
-    Raises: ConfigError: one of them was given.
+    Raises: ConfigError: such an option is set.
     """
     is_given_by_option = {
         "--threshold": arguments.threshold is not None,
@@ -342,7 +342,7 @@ def refuse_box_options(arguments: argparse.Namespace, formats: Sequence[str]) ->
 
 
 def load_from_weights(arguments: argparse.Namespace) -> "LoadedModel":
-    """Loads the model of -w, which runs eagerly."""
+    """Loads the model of -w for eager execution."""
     if not arguments.weights:
         raise errors.ConfigError(
             "give -w WEIGHTS, or --model DIR (an export)", code="option_missing"
@@ -373,7 +373,7 @@ def load_from_weights(arguments: argparse.Namespace) -> "LoadedModel":
 
 
 def is_weights(path: Path) -> bool:
-    """Returns True if -w would take this path: a run, checkpoint, weight file or published name."""
+    """Returns True if -w would accept this: a run, checkpoint, weight file or published name."""
     from ppdist.models.weights import checkpoint_of
     from ppdist.models.zoo import is_name
 

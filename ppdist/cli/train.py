@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
                         "(YOLOv5: 16); the rate follows (as the recipe)")  # fmt: skip
     fitted.add_argument(
         "--weights", metavar="NAME|FILE", help="start from these, as model.pretrained",
-        type=lambda text: text or None,  # '' of YOLOv5: from scratch
+        type=lambda text: text or None,  # '' means from scratch, as in YOLOv5
     )  # fmt: skip
     fitted.add_argument("--image-size", type=_parse_side, nargs="+", metavar="N",
                         help="pixels: one number is a square, two are height and width (as the "
@@ -97,7 +97,7 @@ def parse() -> argparse.Namespace:
         "--resume-changed", action="store_true",
         help="with --resume: continue although settings changed that change what is learned",
     )  # fmt: skip
-    # A fleetrun that rejoins its job asks for these before it joins.
+    # fleetrun needs these when it rejoins its job, before it joins.
     parser.add_argument("--digests", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.resume_changed and arguments.resume is None:
@@ -160,13 +160,13 @@ _DATA_OPTIONS = {
     "single_class": "-o data.single_class=true model.num_classes=1",
     "fraction": "-o data.fraction={}",
 }
-_LENGTHS = ("epochs", "steps")  # which --resume RUN takes, too
+_LENGTHS = ("epochs", "steps")  # also allowed with --resume RUN
 
 
 def _check_source(arguments: argparse.Namespace) -> None:
-    """Requires DATA with its options, -c, or --resume RUN alone.
+    """Requires DATA with its options, -c, or --resume RUN without either.
 
-    Raises: ConfigError: the options do not go together.
+    Raises: ConfigError: the options are incompatible.
     """
     word = arguments.resume
     if word and word != "auto" and not (arguments.data or arguments.config):  # a run to continue
@@ -210,7 +210,7 @@ def _check_source(arguments: argparse.Namespace) -> None:
 
 
 def _as_key_value(value: object) -> str:
-    """Writes the value of an option as the key of a configuration takes it."""
+    """Formats the value of an option as a configuration key expects it."""
     return f"[{','.join(map(str, value))}]" if isinstance(value, list) else shlex.quote(f"{value}")
 
 
@@ -225,12 +225,12 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     """Trains on this rank; returns the exit code.
 
     Args:
-        arguments: of `parse`.
-        callbacks: called in this order at the moments of the training.
+        arguments: from `parse`.
+        callbacks: called in this order on the events of training.
     """
-    hold_signals()  # as the doors have done already
+    hold_signals()  # the entry points have already done so
     require_limits()
-    gc.disable()  # while much is imported that lives as long as the process
+    gc.disable()  # during imports, whose objects live as long as the process
     from ppdist.engine.continuation import Continuation
     from ppdist.engine.recipe import TrainOptions
     from ppdist.engine.run import localise, plan_training, run_training
@@ -258,7 +258,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         resume=Continuation(arguments.resume or None, arguments.resume_changed),
     )
     output_dir = Path(plan.config.output_dir or f"output/{Path(arguments.config).stem}")
-    if arguments.resume == "":  # its own
+    if arguments.resume == "":  # resume this run
         plan = replace(plan, resume=replace(plan.resume, source=output_dir))
     evaluate = not arguments.config if arguments.eval is None else arguments.eval
     if arguments.digests:
@@ -273,7 +273,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     if launched_ranks() > 1 and launched_rank() == 0:
         from ppdist.launch.cli import warn_of_stock_launcher
 
-        if notice := warn_of_stock_launcher():  # before ranks join and may wait for ever
+        if notice := warn_of_stock_launcher():  # before the ranks join and might wait forever
             say(f"ppdist: warning: {notice}")
     return run_training(
         plan,
@@ -285,7 +285,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
 
 
 def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
-    """Makes and checks every decision of a training without training."""
+    """Makes and checks every decision of a training run, without training."""
     from ppdist.cli.data import check_splits, verdict
     from ppdist.common.console import EarlyLog
     from ppdist.distributed import comm
@@ -308,24 +308,24 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
 
         url, output_dir = place_of_run(output_dir), work_folder(output_dir)
         say(f"ppdist: output_dir: {comm.run_on_main(lambda: require_writable(url))}")
-    build_model(plan.config)  # whose sizes may not fit
+    build_model(plan.config)  # fails if sizes do not match
     name, command = comm.run_on_main(write_plan)
     failed = comm.run_on_main(
         lambda: verdict(plan.config, check_splits(plan.config, fast=True, brief=True))
     )
     lines: list[str] = []
-    if not failed:  # what the run itself would refuse or warn of
-        with EarlyLog(comm.is_main()), _quiet("ppdist.data"):  # `check_splits` has said it
+    if not failed:  # what the run itself would reject or warn about
+        with EarlyLog(comm.is_main()), _quiet("ppdist.data"):  # `check_splits` has printed it
             decisions = decide_training(
                 plan.config, output_dir=output_dir, evaluate=evaluate, resume=plan.resume,
                 hold=False,
             )  # fmt: skip
             time_line = rehearse(decisions)
-        printed = {finding.text for finding in decisions.findings}  # by `verdict`
+        printed = {finding.text for finding in decisions.findings}  # printed by `verdict`
         warnings = [*decisions.warnings, *advice(decisions.config, decisions.schedule)]
         lines += [f"warning: {warning}" for warning in warnings if warning not in printed]
         selection = plan.config.data.describe_selection()
-        if selection and plan.recipe is None:  # whose table says so
+        if selection and plan.recipe is None:  # a recipe's table already shows it
             lines.append(f"of the data: {selection}")
         lines.append(time_line)
     if name:
@@ -339,7 +339,7 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Silences the warnings of a logger in the block."""
+    """Silences the warnings of a logger inside the `with` block."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -350,9 +350,9 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 def _decision_lines(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Formats decisions, one line each; on a terminal shortened to its width.
+    """Formats decisions, one line each; on a terminal, lines are cut to its width.
 
-    Args: rows: what was decided, its value ("": none), the reason.
+    Args: rows: (what was decided, its value or "" if it has none, the reason).
     """
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     names = [name for name, value, _ in rows if value]

@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         # All trials share the cores of this machine.
         threads=max(1, int(available_cores()) // (workers * processes)),
     )
-    # A signal ends the study after a checkpoint of every trial, so it must not raise here.
+    # A signal ends the study once every trial has saved a checkpoint, so it must not raise here.
     with collect_signals() as signals:
         budget = arguments.budget
 
@@ -116,7 +116,7 @@ def say(text: str) -> None:
 
 
 def deal_cards(workers: int, processes: int) -> list[list[str]]:
-    """Deals the visible cards out to the workers; [] if trials compute on the CPU."""
+    """Distributes the visible cards among the workers; returns [] if trials run on the CPU."""
     from ppdist.launch.cards import deal_out, detect_cards, visible_labels
     from ppdist.launch.topology import paddle_build
 

@@ -113,7 +113,7 @@ def equivalence(arguments: argparse.Namespace) -> int:
             fix="start it on several: `fleetrun --nproc_per_node 2 ppdist verify equivalence ...`; "
             "one card and its CPU: `ppdist verify accelerator -c ...`",
         )
-    # The process of one rank runs the same command with other overrides.
+    # The single-rank process runs the same command with different overrides.
     script = [*script_words("verify"), "equivalence", "-c", arguments.config]
     script += ["--steps", str(arguments.steps)]
     if arguments.override:
@@ -140,7 +140,7 @@ def zoo(arguments: argparse.Namespace) -> int:
         if arguments.json:
             write_json(arguments.json, [asdict(entry) for entry in published().values()], indent=1)
         return 0
-    # The device is needed before any configuration is read: every file has its own.
+    # The device is needed before any configuration is read: each weight file has its own.
     device = [override for override in arguments.override if override.startswith("device=")]
     comm.init(device[-1].partition("=")[2] if device else "auto", DistributedConfig())
     rows = []
