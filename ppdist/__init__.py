@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
         # `from ppdist import cli` calls this before it imports the module; only names that are not
         # ours are treated as names of other libraries.
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is None:
-            # `from ppdist import YOLO` calls this first; it replaces an AttributeError with its own.
+            # `from ppdist import YOLO` calls this first; it turns an AttributeError into its own.
             asking = importlib.import_module("inspect").currentframe().f_back
             imports = asking.f_code.co_name == "_handle_fromlist"
             migration = importlib.import_module("ppdist.config.migration")

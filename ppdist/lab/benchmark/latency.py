@@ -1,7 +1,7 @@
 """Measures the latency of one prediction: eager and exported, in every runtime installed here.
 
-All predictors run interleaved in one process on the same images, because the speed of a machine
-that others use changes within minutes; the ratios within a round do not.
+All predictors run interleaved in one process on the same images, because the speed of a shared
+machine changes within minutes; the ratios within a round do not.
 """
 
 import math
@@ -33,9 +33,9 @@ from ppdist.models.base import Detector
 from ppdist.runtime.predictor import has_bfloat16
 
 Report = dict[str, Any]
-IMAGES = 20  # at most, because they stay in memory
+IMAGES = 20  # upper limit, because they stay in memory
 _CALLS = 3  # measured calls of a predictor in a round, after one that warms up
-_PAUSE_SECONDS = 0.3  # before a predictor's turn: the last one's threads spin for a while
+_PAUSE_SECONDS = 0.3  # before each predictor: the previous one's threads spin for a while
 
 
 def exportable_formats() -> tuple[Format, ...]:
@@ -47,8 +47,8 @@ def exportable_formats() -> tuple[Format, ...]:
 
 
 def sample_images(dataset: DetectionSet | None) -> list[np.ndarray]:
-    """Reads the first readable images of a set, uint8 RGB [H, W, 3]; draws some where there is no
-    set.
+    """Reads the first readable images of a data set, uint8 RGB [H, W, 3]; generates images if
+    there is none.
     """
     if dataset is None:
         return [scene(512, 0, 0, index)[0] for index in range(IMAGES)]
@@ -56,7 +56,7 @@ def sample_images(dataset: DetectionSet | None) -> list[np.ndarray]:
     for record in dataset.records:
         try:
             images.append(read_image(record.path, opener=dataset.opener))
-        except DataError:  # others are as good
+        except DataError:  # use other images instead
             continue
         if len(images) == IMAGES:
             break
@@ -76,9 +76,9 @@ def make_predictors(
     threads: int,
     backends: Collection[Backend] = (),
 ) -> dict[str, Predictor]:
-    """Makes the predictors available here, by name: the eager model and every exported file.
+    """Builds the predictors available here, by name: the eager model and every exported file.
 
-    Args: backends: of these only; (): of all.
+    Args: backends: runtimes to include; () includes all.
     """
     predictors: dict[str, Predictor] = {}
     if model is not None:
@@ -129,11 +129,11 @@ def measure_predictors(
     Args:
         predictors: the first one is the baseline.
         batch: images in one call.
-        threads: of the eager model, too.
-        rounds: of calls; every round has other images.
-    Returns: for each predictor `median_ms` and `p95_ms` of all calls that count, `first_ms` (it
-        compiles), `images_per_second`, and `ratio`: the median over rounds of its time as a part of
-        the first's.
+        threads: CPU threads, of the eager model, too.
+        rounds: number of rounds of calls; every round uses different images.
+    Returns: for each predictor `median_ms` and `p95_ms` over all measured calls, `first_ms` (the
+        first call, which compiles), `images_per_second`, and `ratio`: the median over rounds of its
+        time divided by that of the first predictor.
     """
     paddle_api.set_num_threads(threads)
     size, mode = spec.input.size, spec.resize.mode
@@ -141,10 +141,10 @@ def measure_predictors(
     prepared = [prepare(picture, size, mode) for picture in pictures]
     timings = [_Calls(predict) for predict in predictors.values()]
     for number in range(rounds):
-        # Every round has other images, so that no single one decides.
+        # Every round uses different images, so that no single image dominates the result.
         image_indices = [(number * batch + i) % len(prepared) for i in range(batch)]
         images = np.stack([prepared[index] for index in image_indices])
-        # The order alternates, so that none profits from its place in the round.
+        # The order alternates, so that no predictor profits from its position in the round.
         for timed in timings if number % 2 == 0 else reversed(timings):
             timed.take(images)
     report: Report = {}
@@ -168,7 +168,7 @@ def measure_predictors(
 
 @dataclass
 class _Calls:
-    """A predictor with the milliseconds that its calls took."""
+    """A predictor and the durations of its calls, in milliseconds."""
 
     predict: Predictor
     first: float = math.nan

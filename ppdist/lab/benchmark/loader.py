@@ -1,7 +1,7 @@
 """Speed of the data loader.
 
-CPU time is shown beside the clock's: what a worker gets done in a second of its own does not
-depend on others that use the machine.
+CPU time is reported beside wall-clock time: what a worker does in a second of CPU time does not
+depend on other users of the machine.
 """
 
 import os
@@ -31,13 +31,14 @@ def measure_loading(
     batch_size: int,
     seconds: float,
 ) -> Report:
-    """Measures the speed of the training loader alone, while nothing else is computed.
+    """Measures the speed of the training loader alone, without any other computation.
 
     Args:
         image_size: (height, width) of the input in pixels.
-        seconds: of measuring, after an epoch that fills the cache and warms up all code.
-    Returns: images_per_second over all workers, per worker and per second of CPU, the workers' and
-        this process's; `workers` (0: this process).
+        seconds: duration of the measurement, after an epoch that fills the cache and warms up all
+            code.
+    Returns: images per second over all workers, per worker, and per second of CPU time of the
+        workers and this process; `workers` (0: images are loaded in this process).
     """
     with closing(Loading(dataset, config, image_size, batch_size)) as loading:
         loading.read_epoch()
@@ -60,9 +61,10 @@ class Timed:
         raise NotImplementedError
 
     def run(self, next_batch: Callable[[], int], cpu: Callable[[], float], seconds: float) -> None:
-        """Makes batches for a time and counts them.
+        """Produces batches for `seconds` and counts their images.
 
-        Args: next_batch: makes one, returns its images.  cpu: returns the CPU seconds used so far.
+        Args: next_batch: produces a batch and returns its number of images.  cpu: returns the CPU
+            seconds used so far.
         """
         cpu_began, began = cpu(), time.perf_counter()
         while time.perf_counter() - began < seconds:
@@ -72,12 +74,12 @@ class Timed:
 
     @property
     def rate(self) -> float:
-        """Returns the images per second of one process."""
+        """Returns the images per second per process."""
         return self.images / self.seconds / self.processes
 
     @property
     def cpu_rate(self) -> float:
-        """Returns the images per second of CPU time, which is counted in hundredths of a second."""
+        """Returns the images per second of CPU time, measured in clock ticks."""
         return self.images / max(self.cpu_seconds, 1 / _TICKS)
 
 
@@ -99,7 +101,7 @@ class Loading(Timed):
             end_step=_ENDLESS,
             sizes=[size],
         )
-        # Workers are the processes that exist only after the loader has started.
+        # Workers are the child processes that exist only after the loader has started.
         before = child_ids()
         self._loader = TrainLoader(dataset, config, sampler, seed=0, epochs=_ENDLESS)
         self._batches: Iterator[Batch] = iter(self._loader)
@@ -111,7 +113,7 @@ class Loading(Timed):
         self._loader.close()
 
     def measure(self, seconds: float) -> None:
-        for _ in range(2 * len(self._workers)):  # prepared while others were measured
+        for _ in range(2 * len(self._workers)):  # batches prepared during other measurements
             next(self._batches)
         self.run(self._next, lambda: cpu_seconds_of(self._workers), seconds)
 
@@ -119,7 +121,7 @@ class Loading(Timed):
         return int(next(self._batches).images_B3HW.shape[0])
 
     def read_epoch(self) -> None:
-        """Reads as many images as the set has."""
+        """Reads at least as many images as the data set has."""
         images = 0
         while images < self._size:
             images += self._next()
@@ -135,7 +137,7 @@ class Loading(Timed):
 
 
 def child_ids() -> set[int]:
-    """Lists the processes that this one started, by id."""
+    """Returns the ids of the child processes of this process."""
     ids = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
@@ -146,6 +148,6 @@ def child_ids() -> set[int]:
 
 
 def cpu_seconds_of(workers: Sequence[int]) -> float:
-    """Returns the CPU seconds so far of this process and of its live workers."""
+    """Returns the CPU seconds used so far by this process and its live workers."""
     stats = [process_stat(worker) for worker in workers]
     return time.process_time() + sum(stat.cpu_seconds for stat in stats if stat is not None)

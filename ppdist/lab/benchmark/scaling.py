@@ -1,4 +1,4 @@
-"""Measures how training scales: several numbers of processes, each a run of ppdist benchmark."""
+"""Measures how training scales with the number of processes, by runs of ppdist benchmark."""
 
 import json
 import os
@@ -18,17 +18,18 @@ Report = dict[str, Any]
 def measure_scaling(
     launcher: Sequence[str], script: Sequence[str], *, counts: Sequence[int], rounds: int
 ) -> Report:
-    """Measures training speed on several numbers of processes, `rounds` times each, in turn.
+    """Measures training speed with each number of processes, once per round.
 
-    Ratios are of one round: a machine that others use, too, changes its speed within minutes.
+    Ratios are computed within a round, because the speed of a shared machine changes within
+    minutes.
 
     Args:
         launcher: command of fleetrun without its options.
         script: `ppdist benchmark train ...` without --json.
-    Returns: for each count images_per_second of all ranks, speed_up and efficiency against the
-        first count, medians of rounds, and the report of the last round.  On CPU every process has
-        one thread, unless OMP_NUM_THREADS says otherwise.
-    Raises: LaunchError: a run failed; its stderr went to ours.
+    Returns: for each count, medians over the rounds of images_per_second of all ranks and of
+        speed_up and efficiency relative to the first count, and the report of the last round.  On
+        the CPU every process has one thread, unless OMP_NUM_THREADS is set.
+    Raises: LaunchError: a run failed; its stderr was written to ours.
     """
     rounds_reports = [
         {count: run_training(launcher, script, count) for count in counts} for _ in range(rounds)
@@ -37,7 +38,7 @@ def measure_scaling(
     report: Report = {}
     for count in counts:
         rates = [reports[count]["images_per_second"] for reports in rounds_reports]
-        # Ratios within a round: both runs met the same load of the machine.
+        # Ratios within a round: the load of the machine was about the same for both runs.
         speed_ups = [
             rate / reports[first]["images_per_second"]
             for rate, reports in zip(rates, rounds_reports)
@@ -55,7 +56,7 @@ def measure_scaling(
 def run_training(launcher: Sequence[str], script: Sequence[str], count: int) -> Report:
     """Runs `ppdist benchmark train` on `count` processes through fleetrun; returns its result.
 
-    Raises: LaunchError: it ended without a result; its messages went to our stderr.
+    Raises: LaunchError: the run ended without a result; its messages were written to our stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"

@@ -1,6 +1,6 @@
-"""Measured speed of training steps, by part.
+"""Measures the speed of training steps, by part.
 
-Steps are those of the trainer, on its own batches, built as `ppdist train` builds them.
+The steps are those of the trainer, on its own batches, built as `ppdist train` builds them.
 """
 
 import os
@@ -53,15 +53,15 @@ def measure_training(config: ExperimentConfig, *, steps: int, warmup: int, scrat
 
     Args:
         warmup: steps before the measured ones.
-        scratch: folder for what a run writes.
-    Returns: means of the measured steps (those of all ranks: `images_per_second`,
-        `images_per_step`; of this rank: `cpu_seconds_per_step` of all threads,
-        `sent_bytes_per_step` over TCP, None where that is not known), `losses` and
+        scratch: folder for the files that a run writes.
+    Returns: means over the measured steps (for all ranks: `images_per_second`, `images_per_step`;
+        for this rank: `cpu_seconds_per_step` of all threads, and `sent_bytes_per_step` over TCP,
+        None if unknown), `losses` and
         `first_step_seconds` of all steps; the peak RSS of this rank in MB, and the peaks of its
         card (0 on the CPU).  In `seconds`, `communication` is the wait for the last small
-        all-reduce; gradients are averaged inside `backward` on GPUs, `optimizer` on CPU.
+        all-reduce; gradients are averaged in `backward` on GPUs, in `optimizer` on the CPU.
     """
-    # Stdout is for the JSON.
+    # Stdout is reserved for the JSON.
     with redirect_stdout(sys.stderr):
         experiment = build_training(
             config, output_dir=scratch, evaluate=False, command=["benchmark"]
@@ -92,14 +92,14 @@ def measure_training(config: ExperimentConfig, *, steps: int, warmup: int, scrat
 
 
 def measure_step(trainer: Trainer, batches: Iterator[Batch], number: int) -> Report:
-    """Times one optimizer step; synchronises a GPU after every part.
+    """Times one optimizer step, with a GPU synchronised after every part.
 
     Args:
-        batches: of this step.
-        number: of the step; those that the run does not have are its first ones again.
+        batches: the batches of this step.
+        number: number of the step; numbers beyond the end of the run start over from its first.
     """
     schedule = trainer.schedule
-    # Learning rates exist only for the steps of the run.
+    # Learning rates are defined only for the steps of the run.
     number %= schedule.total_steps
     rates = schedule.lr_scheduler.rates(number)
     clock, sent = Clock(synchronize=True), store.sent_bytes()
@@ -119,15 +119,15 @@ def measure_step(trainer: Trainer, batches: Iterator[Batch], number: int) -> Rep
 
 
 def _endless(batch_source: TrainData) -> Iterator[Iterator[Batch]]:
-    """Yields the batches of the run, from the start again when more steps are measured."""
+    """Yields the batches of each step of the run, repeating the run endlessly."""
     while True:
         yield from batch_source.steps(0, None)
 
 
 def require_detector(config: ExperimentConfig, purpose: str) -> None:
-    """Refuses a classifier.
+    """Checks that the model is a detector.
 
-    Raises: ConfigError: the model is one.
+    Raises: ConfigError: the model is a classifier.
     """
     if config.model.task == "classify":
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Ensembles: several models' boxes fused, or their weights averaged.
 
-fuse         boxes of models, each in one or several views (tta), by weighted fusion (wbf)
-views        the same of single images, for `ppdist predict --augment`
-model_soup   weights, with new statistics of batch norm
+fuse         boxes of several models, each in one or more views (tta), by weighted fusion (wbf)
+views        the same for single images, for `ppdist predict --augment`
+model_soup   averaged weights, with new batch-norm statistics
 """

@@ -1,4 +1,4 @@
-"""Boxes of several models and views fused into one set.
+"""Fuses the boxes of several models and views into one set.
 
 read_common_set -> members_of_model -> fuse_members -> write_fused
 """
@@ -30,8 +30,9 @@ from ppdist.predict.model import suppress_rows
 def read_common_set(files: Sequence[str], configs: Sequence[ExperimentConfig]) -> DetectionSet:
     """Reads the common validation set of all configurations.
 
-    Args: files: the names of the configurations.
-    Raises: ConfigError: one is of a classifier.  DataError: a file is damaged, or the sets differ.
+    Args: files: the files of the configurations.
+    Raises: ConfigError: one describes a classifier.  DataError: a file is damaged, or the
+        validation sets differ.
     """
     sets: list[DetectionSet] = []
     for file, config in zip(files, configs):
@@ -42,7 +43,7 @@ def read_common_set(files: Sequence[str], configs: Sequence[ExperimentConfig]) -
                 where=str(file),
                 fix="give detectors",
             )
-        if config.data != configs[0].data or not sets:  # of the same data: read once
+        if config.data != configs[0].data or not sets:  # the same data is read once
             sets.append(read_split(config.data, "val", config.model.num_classes))
             require_same_images(files[0], sets[0], file, sets[-1])
     return sets[0]
@@ -54,7 +55,7 @@ def require_same_images(
     """Checks that two configurations have the same validation images and classes.
 
     Args: first, second: the configuration files.
-    Raises: DataError: the images or their order differ.  ConfigError: the classes do.
+    Raises: DataError: the images or their order differ.  ConfigError: the classes differ.
     """
     fix = "give models of the same classes; their order does not matter"
     require_same_classes(
@@ -77,16 +78,15 @@ def _image_key(record: ImageRecord) -> tuple[str, int, int]:
     return Path(record.path).name, record.width, record.height
 
 
-# Members, and their fusion.
+# Members and their fusion.
 
 
 @dataclass(frozen=True)
 class Member:
-    """A view of a model with its detections; see `make_member`.
+    """A view of a model, with its detections; see `make_member`.
 
-    rows_R7: float32 (index of the image, class, score, x1, y1, x2, y2), pixels of the original
-    image, of this rank's images.  boxes: number
-    found in all images.  scores: its metrics.
+    rows_R7: float32 (index of the image, class, score, x1, y1, x2, y2) for this rank's images, in
+    pixels of the original image.  boxes: number of boxes in all images.  scores: its metrics.
     """
 
     name: str
@@ -101,7 +101,7 @@ def make_member(
     """Scores a member and keeps the rows of this rank's images.  Collective.
 
     Args:
-        rows_R7: as `Member.rows_R7`, of all images, the same on every rank.
+        rows_R7: as `Member.rows_R7`, but for all images, the same on every rank.
         max_detections: see `evaluate_boxes`.
     """
 
@@ -111,7 +111,7 @@ def make_member(
 
     scores = comm.run_on_main(score)
     is_local_R = rows_R7[:, 0].astype(np.int64) % comm.world_size() == comm.rank()
-    is_local_R &= np.isfinite(rows_R7).all(1)  # a model that diverged has boxes that are not finite
+    is_local_R &= np.isfinite(rows_R7).all(1)  # a diverged model has non-finite boxes
     return Member(name, rows_R7[is_local_R], len(rows_R7), scores)
 
 
@@ -127,7 +127,7 @@ def members_of_model(
 ) -> Iterator[Member]:
     """Yields a member for each view of a model.
 
-    Collective: iterate to its end.
+    Collective: every rank must iterate to the end.
 
     Args:
         dataset: has ground-truth boxes.
@@ -144,15 +144,15 @@ def fuse_members(
 ) -> np.ndarray:
     """Fuses the members' detections; the result is equal on every rank.
 
-    Collective: each has its rows of the same members; images are fused one by one, so the number of
-    ranks plays no part.
+    Collective: every rank passes the same members, with the rows of its own images.  Images are
+    fused one by one, so the result does not depend on the number of ranks.
 
     Args:
-        iou: of `weighted_fusion`.
-        keep: maximum boxes of an image, highest scores first.
+        iou: see `weighted_fusion`.
+        keep: maximum number of boxes per image, highest scores first.
         agnostic: see `fuse_image`.
-    Returns: as `Member.rows_R7`, of all images, ordered by image, best first.
-    Raises: EvaluationFailed, on every rank: some rank could not fuse its images.
+    Returns: as `Member.rows_R7`, but for all images, ordered by image, best first.
+    Raises: EvaluationFailed, on every rank: a rank could not fuse its images.
     """
     share_R7 = evaluate_on_all_ranks(lambda: _fuse_share(members, iou, keep, agnostic)).value
     all_R7 = comm.all_gather_rows(share_R7)
@@ -163,7 +163,7 @@ def _fuse_share(members: Sequence[Member], iou: float, keep: int, agnostic: bool
     """Fuses this rank's images."""
     rows_R7 = np.concatenate([member.rows_R7 for member in members])
     rows_R7 = rows_R7[np.argsort(rows_R7[:, 0], kind="stable")]
-    # Rows of an image lie together now, so its slice begins where the index changes.
+    # The rows of an image are contiguous now, so its slice begins where the index changes.
     first_R = np.flatnonzero(np.diff(rows_R7[:, 0], prepend=-1))
     fused = [np.zeros((0, 7), np.float32)]
     for begin, end in zip(first_R, [*first_R[1:], len(rows_R7)]):
@@ -175,10 +175,10 @@ def _fuse_share(members: Sequence[Member], iou: float, keep: int, agnostic: bool
 def fuse_image(rows_R7: np.ndarray, members: int, iou: float, agnostic: bool = False) -> np.ndarray:
     """Fuses the rows of one image class by class, best first.
 
-    On ties the lower class is first.
+    On ties the class with the lower index is first.
 
-    Args: agnostic: of fused boxes that overlap by more than iou, whatever their classes, the better
-        stays (`nms.class_agnostic`).
+    Args: agnostic: if fused boxes overlap by more than `iou`, keep only the one with the higher
+        score, whatever their classes (`nms.class_agnostic`).
     """
     fused_rows = []
     for label in np.unique(rows_R7[:, 1]):
@@ -207,7 +207,7 @@ def write_fused(
     """Writes detections.json and scores.json; rank 0 only.
 
     Args: max_detections: see `evaluate_boxes`.
-    Returns: what is in scores.json.
+    Returns: the content of scores.json.
     """
     write_detections(out / "detections.json", dataset, fused_R7)
     member_scores = [{"name": member.name, **member.scores} for member in members]

@@ -1,11 +1,12 @@
-"""Averages the weights of several checkpoints and renews their statistics of batch norm.
+"""Averages the weights of several checkpoints and recomputes their batch-norm statistics.
 
 Sources: Izmailov et al. 2018, arXiv:1803.05407 (SWA); Wortsman et al. 2022, arXiv:2203.05482 (model
 soups).
 
-The mean of two sets of weights computes other activations than either, so the mean of their running
-statistics fits neither.  They are recomputed from training images, augmented as in the last epoch
-of the training, because ordinary training leaves statistics of such images, too (SWA, section 3.2).
+The mean of two sets of weights computes different activations than either set, so the mean of
+their running statistics does not fit it.  The statistics are recomputed from training images,
+augmented as in the last epoch of training, because those of ordinary training also come from such
+images (SWA, section 3.2).
 """
 
 import math
@@ -46,10 +47,10 @@ def average(
 
     Collective.
 
-    Args: images: of the training set for the statistics of batch norm, at most.
-    Returns: the number of images that the statistics are of.
-    Raises: WeightsError: a file is damaged or of another model.  ConfigError: the batch of the
-        training is not known.  See `renew_statistics` for others.
+    Args: images: maximum number of training images for the batch-norm statistics.
+    Returns: the number of images used for the statistics.
+    Raises: WeightsError: a file is damaged or belongs to another model.  ConfigError: the training
+        batch size is not known.  See `renew_statistics` for others.
     """
     epoch = LastEpoch(config, train_set, images)
     mean, same = average_weights(model, paths, train_set.class_names)
@@ -61,7 +62,7 @@ def average(
 def require_different(paths: Sequence[Path]) -> None:
     """Requires at least two distinct files, with links resolved.
 
-    Raises: ConfigError: fewer than two, or one of them twice.
+    Raises: ConfigError: there are fewer than two files, or a file is repeated.
     """
     if len(paths) < 2:
         raise ConfigError(
@@ -87,14 +88,15 @@ def average_weights(
     """Averages the entries of checkpoints, in the dtypes of the first.  Collective.
 
     Entries that are learned or counted (parameters, running statistics) are averaged; constants
-    (anchors) have to be the same in all.  The average of equal numbers is exactly that number.
+    (anchors) have to be the same in all checkpoints.  The average of equal numbers is exactly that
+    number.
 
     Args: class_names: see `read_weights`.
-    Returns: all entries, and the keys of those that are equal in all checkpoints.
-    Raises: WeightsError: constants of one are not those of the first.
+    Returns: all entries, and the keys of the entries that are equal in all checkpoints.
+    Raises: WeightsError: the constants of a checkpoint differ from those of the first.
     """
     first = read_weights(model, paths[0], class_names)
-    averaged = {key for key, _ in model.named_parameters()}  # Paddle counts running statistics
+    averaged = {key for key, _ in model.named_parameters()}  # Paddle includes running statistics
     # In float64 the average of equal numbers is exactly that number.
     sums = {key: value.astype(np.float64) for key, value in first.items() if key in averaged}
     all_differing: set[str] = set()
@@ -125,9 +127,9 @@ def read_weights(
 
     Collective.
 
-    Args: class_names: of class 0, 1, ... of the model; (): those of the file.
-    Raises: WeightsError, on every rank: absent, damaged, or of another model.  ConfigError
-        `classes_differ`.
+    Args: class_names: names of the model's classes 0, 1, ...; () takes those in the file.
+    Raises: WeightsError, on every rank: the file is missing, damaged, or of another model.
+        ConfigError `classes_differ`: the classes differ.
     """
 
     def load() -> None:
@@ -141,33 +143,33 @@ def read_weights(
 
 
 def set_weights(model: ImageModel, arrays: Mapping[str, np.ndarray]) -> None:
-    """Gives a model the entries that `arrays_of` made of a model like it."""
+    """Loads the entries that `arrays_of` returned for an identical model into a model."""
     for key, value in model.state_dict().items():
         value.set_value(arrays[key])
 
 
-# Running statistics of batch norm.
+# Running statistics of batch norm
 
 
 class LastEpoch:
-    """The micro-batches of a training's last epoch, as a single rank forms them.
+    """The micro-batches of the last epoch of training, as a single rank forms them.
 
-    Each is a micro-batch of one rank here.
+    They are distributed over the ranks, each a whole micro-batch of one rank.
 
     Attributes:
-        count: of micro-batches over all ranks.
-        images: in them.
+        count: number of micro-batches over all ranks.
+        images: number of images in them.
     """
 
     def __init__(self, config: ExperimentConfig, train_set: DetectionSet, images: int) -> None:
-        """Plans the epoch.  Collective: ranks share a cache.
+        """Plans the epoch.  Collective, because the ranks share a cache.
 
         Args:
-            config: of the training; a run whose length follows its number of ranks
-                (`train.epochs_compensation: auto` without `train.total_batch`) is taken for one of
-                as many as there are now.
-            images: how many at most, to whole micro-batches.
-        Raises: ConfigError: the batch of the training is not known (auto), or not to be had.
+            config: configuration of the training run; if the run's length depends on its number of
+                ranks (`train.epochs_compensation: auto` without `train.total_batch`), the current
+                number of ranks is assumed.
+            images: maximum number of images, rounded up to whole micro-batches.
+        Raises: ConfigError: the training batch size is not known (auto), or not possible.
         """
         schedule = build_schedule_setup(config, images_of_epoch(train_set, config.data.sampling))
         batch_size = schedule.batch_size_per_card  # statistics depend on it
@@ -185,7 +187,7 @@ class LastEpoch:
         augment = config.data.augment.with_epoch_scale(schedule.phase_scale)
         epochs = math.ceil(schedule.epochs * schedule.epoch_scale - 1e-9)
         per_epoch = self._sampler.steps_per_epoch
-        # The sampler counts steps over all epochs, and augmentation follows the epoch.
+        # The sampler counts steps over all epochs, and augmentation depends on the epoch.
         self._first = (epochs - 1) * per_epoch
         self.count = min(per_epoch, math.ceil(images / batch_size))
         self.images = min(self._sampler.epoch_size, self.count * batch_size)
@@ -203,7 +205,7 @@ class LastEpoch:
         return list(range(comm.rank(), self.count, comm.world_size()))
 
     def batches(self) -> Iterator[Batch]:
-        """Yields this rank's micro-batches in the order of `share`; may be repeated."""
+        """Yields this rank's micro-batches in the order of `share`; may be called repeatedly."""
         self._loader.plan = self.plan()
         return iter(self._loader)
 
@@ -216,19 +218,19 @@ class LastEpoch:
 def renew_statistics(
     model: ImageModel, epoch: LastEpoch, same: frozenset[str] = frozenset()
 ) -> None:
-    """Recomputes running statistics, bit for bit equal on any number of ranks.
+    """Recomputes running statistics, bit for bit equal with any number of ranks.
 
         mean     = sum over micro-batches(images * mean of the batch) / images
-        variance = likewise, of the variances within the batches, as training averages them
+        variance = likewise, from the variances within the batches, as training averages them
 
     Collective.
 
     Args:
-        same: state-dict keys whose values are equal in all members.  A layer for which this holds,
-            together with the convolution beside it, was frozen in training: it keeps its statistics
-            and computes with them.
+        same: state-dict keys whose values are equal in all members.  A layer whose entries are all
+            among them, with those of the convolution beside it, was frozen in training: it keeps
+            its statistics and computes with them.
     Raises: UserError, on every rank: an image cannot be read and data.bad_images is `error`.
-        EvaluationFailed, on every rank: computing failed on some.
+        EvaluationFailed, on every rank: the computation failed on a rank.
     """
     norms, frozen = _split_batch_norms(model, same)
     tensors = [tensor for layer in norms for tensor in paddle_api.running_statistics(layer)]
@@ -246,7 +248,7 @@ def renew_statistics(
 def _split_batch_norms(
     model: ImageModel, same: frozenset[str]
 ) -> tuple[list[nn.Layer], list[nn.Layer]]:
-    """Returns the batch-norm layers whose statistics are recomputed, and those that keep theirs."""
+    """Returns the batch-norm layers to be recomputed, and those that keep their statistics."""
     keys = list(model.state_dict())
     norms: list[nn.Layer] = []
     frozen_norms: list[nn.Layer] = []
@@ -270,13 +272,13 @@ def _measure_statistics(
     momenta = [paddle_api.momentum(layer) for layer in norms]
     model.train()
     for layer in model.sublayers():
-        # Dropout would make the statistics random, and different on other numbers of ranks.
+        # Dropout would make the statistics random, and dependent on the number of ranks.
         if layer in frozen or isinstance(layer, nn.Dropout):
             layer.eval()
     rows = []
     try:
         for layer in norms:
-            paddle_api.set_momentum(layer, 0.0)  # each batch's statistics replace those before
+            paddle_api.set_momentum(layer, 0.0)  # each batch's statistics replace the previous ones
         for index, batch in zip(epoch.share(), epoch.batches()):
             heartbeat.alive()
             images = model.normalize(batch.images_B3HW)

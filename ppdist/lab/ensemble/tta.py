@@ -27,7 +27,7 @@ class Mirrored(Detector):
         return self.model.normalize(images_B3HW)
 
     def forward(self, images_B3HW: Tensor) -> tuple[Any, int]:
-        """Returns the raw outputs of the mirrored images, and their width in pixels."""
+        """Returns the raw outputs for the mirrored images, and their width in pixels."""
         return self.model(images_B3HW.flip([3])), int(images_B3HW.shape[3])
 
     def decode(self, outputs: tuple[Any, int]) -> tuple[Tensor, Tensor]:
@@ -41,11 +41,11 @@ class Mirrored(Detector):
 def scaled_sizes(
     image_size: tuple[int, int], scales: Sequence[float], multiple: int
 ) -> list[tuple[int, int]]:
-    """Computes the input (height, width) at each scale, rounded to multiples of `multiple`.
+    """Computes the input size (height, width) at each scale, rounded to multiples of `multiple`.
 
     Sizes are in pixels, scales relative to `image_size`.
 
-    Raises: ConfigError: two scales are the same size, which would count twice.
+    Raises: ConfigError: two scales result in the same size, which would count twice.
     """
     sizes: dict[tuple[int, int], float] = {}
     for scale in scales:
@@ -71,14 +71,14 @@ def predict_views(
     flip: bool,
     view_iou: float,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the detections of each view of the set.
+    """Yields the detections of each view of the data set.
 
-    Collective: iterate to its end.
+    Collective: every rank must iterate to the end.
 
     Args:
-        scales: of the input, relative to `model.image_size`.
+        scales: input sizes, relative to `model.image_size`.
         flip: add mirrored views.
-        view_iou: IoU of the suppression within a view, also of a model that needs none.
+        view_iou: IoU of the suppression within a view, also for a model that needs no suppression.
     Yields: the name of the view, and rows_R7 as `Evaluator.predict` returns them, on every rank.
     """
     views = [(model, "")] + ([(Mirrored(model), " mirrored")] if flip else [])
@@ -88,6 +88,6 @@ def predict_views(
         resized = config.model.model_copy(update={"image_size": size})
         view_config = config.model_copy(update={"model": resized})
         evaluator = build_evaluator(view_config, dataset, model, nms=nms)
-        assert isinstance(evaluator, Evaluator)  # of detectors
+        assert isinstance(evaluator, Evaluator)  # the evaluator of a detector
         for view_model, name in views:
             yield f"{size[0]}x{size[1]}{name}", evaluator.predict(view_model)

@@ -1,4 +1,4 @@
-"""Test-time augmentation of single images: views of each are predicted and fused.
+"""Test-time augmentation of single images: predicts views of each image and fuses their boxes.
 
 The boxes of a view are those of a member of `ppdist ensemble fuse --flip --scales`: suppressed
 below the IoU of the fusion, then fused by wbf.
@@ -27,13 +27,14 @@ def with_views(
     """Returns a detector that looks at each image and at its mirror image, at several sizes.
 
     Args:
-        scales: of the input, relative to that of the model.
-        iou: of the suppression within a view, at most that of `wbf.view_iou`; None: the model's.
-        agnostic: see `with_suppression`; of the fused boxes, too.
-    Raises: ConfigError: scales that are one size, or an export of one size; see `with_suppression`.
+        scales: input sizes, relative to that of the model.
+        iou: IoU of the suppression within a view, at most `wbf.view_iou`; None: the model's IoU.
+        agnostic: see `with_suppression`; also applies to the fused boxes.
+    Raises: ConfigError: two scales result in the same size, or an export has a fixed size; see also
+        `with_suppression`.
     """
     spec = model.spec
-    assert spec.nms is not None  # a detector's
+    assert spec.nms is not None  # the spec of a detector
     agnostic = agnostic or spec.nms.class_agnostic
     sizes = scaled_sizes(spec.input.size, scales, model.size_multiple)
     if not spec.input.dynamic_size and sizes != [spec.input.size]:
@@ -79,5 +80,5 @@ def _fuse(rows_of_views: Sequence[np.ndarray], agnostic: bool) -> np.ndarray:
     rows_R6 = np.concatenate(rows_of_views)
     if not len(rows_R6):
         return rows_R6
-    rows_R7 = np.pad(rows_R6, ((0, 0), (1, 0)))  # of image 0
+    rows_R7 = np.pad(rows_R6, ((0, 0), (1, 0)))  # with image index 0
     return fuse_image(rows_R7, len(rows_of_views), IOU, agnostic)[:, 1:]

@@ -5,9 +5,9 @@ import numpy as np
 from ppdist.data.boxes import box_iou
 
 IOU = 0.55  # the threshold of the paper
-# Suppression within a view uses an IoU this much below that of wbf's clusters: else several boxes
-# of one view join an object's cluster and lower its score.  Measured on one under-trained model:
-# see the table in docs/dev/ensembling.md.
+# Suppression within a view uses an IoU this much below that of wbf's clusters: otherwise several
+# boxes of one view join an object's cluster and lower its score.  Measured on one under-trained
+# model: see the table in docs/dev/ensembling.md.
 VIEW_MARGIN = 0.1
 
 
@@ -15,9 +15,10 @@ def view_iou(iou: float, configured: float | None) -> float:
     """Returns the IoU of the suppression within a view, below that of the fusion's clusters.
 
     Args:
-        iou: of the fusion.
-        configured: the IoU of the configuration; None: it has no suppression.  A model that needs
-            none still has further boxes of low scores on an object, which would join its cluster.
+        iou: IoU of the fusion.
+        configured: the suppression IoU of the configuration; None if it has no suppression.  Even a
+            model that needs none predicts extra boxes of low score on an object, which would join
+            its cluster.
     """
     highest = max(0.0, round(iou - VIEW_MARGIN, 6))
     return highest if configured is None else min(configured, highest)
@@ -28,19 +29,20 @@ def weighted_fusion(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Fuses the boxes of one class: boxes that overlap become their weighted mean.
 
-    Boxes are taken by falling score.  Each joins the cluster whose running mean overlaps it most,
-    if by more than `iou`, else starts one.  For a cluster of T boxes b_i, of N members:
+    Boxes are processed in order of decreasing score.  Each joins the cluster whose running mean
+    overlaps it most, if the IoU is above `iou`; otherwise it starts a new cluster.  For a cluster
+    of T boxes b_i, with N members:
 
         box   = sum(score_i b_i) / sum(score_i)
         score = mean(score_i) * min(T, N) / N
 
-    so boxes that few members found score lower.
+    so boxes found by few members score lower.
 
     Args:
         boxes_R4: float64, xyxy, in any one unit; R may be 0.
         scores_R: float64, 0..1.
-        members: their number, whether they found something or not.
-        iou: the paper's threshold (0.55 there).
+        members: number of members, including those that found nothing.
+        iou: the threshold of the paper (0.55 there).
     Returns: boxes_K4 and scores_K, float64, best first, ties in input order.
     Source: Solovyev, Wang, Gabruseva 2021, arXiv:1910.13302, section 3.
     """

@@ -1,4 +1,4 @@
-"""Planner: how fast a training is on N cards, by a model (`model`, fitted by `fit`).
+"""Planner: predicts training speed on N cards with a model (`model`, fitted by `fit`).
 
 Nothing here needs Paddle.  Accuracy is not predicted.  See docs/planning.md.
 """

@@ -21,23 +21,23 @@ class Row:
     """A measured step on one host."""
 
     cards: int
-    batch: int  # images of a card
+    batch: int  # images per card
     seconds: float
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The step-time model that fits the rows best, in relative error."""
+    """The step-time model that fits the rows with the least relative error."""
 
     fixed_seconds: float
     image_seconds: float
     jitter: float
     parallel_seconds: float
-    parameters: tuple[str, ...]  # those that were fitted; the others are 0, or were given
+    parameters: tuple[str, ...]  # the fitted ones; the others are 0 or arguments
     rows: tuple[Row, ...]
 
     def seconds(self, row: Row) -> float:
-        """Predicts the seconds of a step with the cards and batch of a row."""
+        """Predicts the seconds per step with the number of cards and the batch of a row."""
         compute = self.fixed_seconds + row.batch * self.image_seconds
         slowest = 1 + self.jitter * slowest_of(row.cards)
         return compute * slowest + self.parallel_seconds * (row.cards > 1)
@@ -51,13 +51,13 @@ def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None
     """Fits the step-time model to measured rows.
 
     The model: (t0 + b t1) (1 + jitter c(N)) + delta [N > 1].  A parameter is left
-    out if the rows cannot tell it from another: t0 needs two batch sizes, delta rows on one card
-    and on several, jitter yet another number of cards.
+    out if the rows cannot distinguish it from another: t0 needs two batch sizes, delta needs rows
+    with one card and with several, jitter needs a third number of cards.
 
-    Args: jitter, parallel: given, so not fitted.
-    Raises: ConfigError: no rows, or one that measured nothing.
+    Args: jitter, parallel: values to use instead of fitting them.
+    Raises: ConfigError: there are no rows, or a row has no measured time.
     """
-    # A given cost of several cards is taken off before the fit.
+    # A known cost of several cards is subtracted before the fit.
     seconds = [row.seconds - (parallel or 0.0) * (row.cards > 1) for row in rows]
     if not rows or min(seconds) <= 0 or min(row.batch for row in rows) < 1:
         row_texts = ", ".join(f"{r.cards}x{r.batch}={1000 * r.seconds:g} ms" for r in rows)
@@ -69,7 +69,7 @@ def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None
     given_parameters = {"jitter": jitter, "parallel": parallel}
     names = tuple(name for name in identifiable(rows) if given_parameters.get(name) is None)
     if "jitter" in names:
-        # Everything but the jitter is linear, so only the jitter needs a search.
+        # Every parameter but the jitter is linear, so only the jitter needs a search.
         jitter = minimize_scalar(
             lambda candidate: _fit_linear(rows, seconds, names, candidate)[1],
             bounds=(0, 1), method="bounded", options={"xatol": 1e-7},
@@ -82,7 +82,7 @@ def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None
 
 
 def identifiable(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Lists the parameters that these rows can tell apart, at most one per row."""
+    """Lists the parameters that these rows can distinguish, at most one per row."""
     several = {row.cards for row in rows if row.cards > 1}
     names = ["image"]
     if several and any(row.cards == 1 for row in rows):
@@ -91,15 +91,15 @@ def identifiable(rows: Sequence[Row]) -> tuple[str, ...]:
         names.append("fixed")
     if len(several) > 1:
         names.append("jitter")
-    # As many unknowns as rows at most: more would fit anything.
+    # At most as many unknowns as rows: more would fit anything.
     return tuple(names[: len(rows)])
 
 
 def _fit_linear(
     rows: Sequence[Row], seconds: Sequence[float], names: Sequence[str], jitter: float
 ) -> tuple[dict[str, float], float]:
-    """Fits the seconds by name at a given jitter, none below 0; returns them and the relative
-    error.
+    """Fits the linear parameters by name at a given jitter, none below 0, in seconds; returns them
+    and the relative error.
     """
     columns = {
         "fixed": [1 + jitter * slowest_of(row.cards) for row in rows],
@@ -118,18 +118,18 @@ def _fit_linear(
 
 @dataclass
 class Measured:
-    """The numbers of all files together; None: no file has it."""
+    """The numbers from all files; None if no file has the number."""
 
     rows: list[Row] = field(default_factory=list)
-    card_input: float | None = None  # images a second of the loader of one card
+    card_input: float | None = None  # images per second of the loader of one card
     parameters: float | None = None
-    on_cpu: bool = False  # where the backward pass hides nothing of the network
+    on_cpu: bool = False  # there the backward pass hides no network time
 
 
 def read_benchmarks(paths: Sequence[Path]) -> Measured:
-    """Reads reports of `ppdist benchmark train|scaling|loader`, in any number.
+    """Reads any number of reports of `ppdist benchmark train|scaling|loader`.
 
-    Raises: ConfigError: a file is none of these.
+    Raises: ConfigError: a file is not such a report.
     """
     measured = Measured()
     for path in paths:
@@ -141,7 +141,7 @@ def read_benchmarks(paths: Sequence[Path]) -> Measured:
                 _add_row(measured, result, machine, int(machine["ranks"]), None)
             elif kind == "scaling":
                 for count in result:
-                    # The rate is a median of several runs; the parts are those of the last run.
+                    # The rate is the median of several runs; the parts are from the last run.
                     rate = float(result[count]["images_per_second"])
                     _add_row(measured, result[count]["last_round"], machine, int(count), rate)
             elif kind != "loader":
@@ -158,9 +158,9 @@ def read_benchmarks(paths: Sequence[Path]) -> Measured:
 
 
 def _add_row(measured: Measured, result: Any, machine: Any, ranks: int, rate: float | None) -> None:
-    """Adds a step without its wait for data.
+    """Adds the row of a step, without its wait for data.
 
-    The model adds that wait itself.
+    The model adds the wait itself.
 
     Args: rate: images per second of all ranks, if measured over several runs.
     """
@@ -175,7 +175,7 @@ def _add_row(measured: Measured, result: Any, machine: Any, ranks: int, rate: fl
 def read_link(path: Path) -> Link:
     """Reads the link between hosts that ppdist doctor measured: the slowest one in its ring.
 
-    Raises: ConfigError: the file is not such a report, or one of a single host.
+    Raises: ConfigError: the file is not such a report, or covers a single host.
     """
     report = _read(path)
     try:
