@@ -55,7 +55,7 @@ def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None
     with one card and with several, jitter needs a third number of cards.
 
     Args: jitter, parallel: values to use instead of fitting them.
-    Raises: ConfigError: there are no rows, or a row has no measured time.
+    Raises: ConfigError: there are no rows, or one has no images, or no time above `parallel`.
     """
     # A known cost of several cards is subtracted before the fit.
     seconds = [row.seconds - (parallel or 0.0) * (row.cards > 1) for row in rows]

@@ -1,7 +1,7 @@
-"""Hyper-parameter search: many trainings as one study (docs/tuning.md).
+"""Hyper-parameter search: many training runs in one study (docs/tuning.md).
 
-trial     a cell (a setting and a seed), its training, its curve
+trial     a cell (a setting and a seed), its training run, its metric curve
 store     the folder that several processes share
-search    the loop
+search    the loop that runs the trials
 results   trials.jsonl, and the table of settings
 """

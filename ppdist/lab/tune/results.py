@@ -1,4 +1,4 @@
-"""Results of a study: trials.jsonl, and its table of settings."""
+"""Results of a study: trials.jsonl and the table of settings."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _NEEDED = (
 
 
 def rows(store: "Store") -> list[dict[str, Any]]:
-    """Returns a row for each ended trial: its settings and result."""
+    """Returns a row for each finished trial: its settings and result."""
     study, ended = store.config, []
     of_study = {
         "study": study.name,
@@ -40,20 +40,20 @@ def rows(store: "Store") -> list[dict[str, Any]]:
 
 
 def export(store: "Store") -> None:
-    """Rewrites trials.jsonl; any process may call it after any trial."""
-    with store.lock:  # else an older list could replace one that another process has just written
+    """Rewrites trials.jsonl; any process may call this after any trial."""
+    with store.lock:  # else an older list could overwrite that of another process
         file = store.folder / "trials.jsonl"
         with writing(file):
             replace_file(file, "".join(json.dumps(row) + "\n" for row in rows(store)).encode())
 
 
-# From folders and files to a table; without Optuna.
+# From folders and files to a table, without Optuna.
 
 
 def read_rows(source: Path) -> list[dict[str, Any]]:
     """Reads the rows of a study's folder or of an exported file.
 
-    Raises: ConfigError: there is none, or it is not one.
+    Raises: ConfigError: the folder or file does not exist, or is not from a study.
     """
     file = source / "trials.jsonl" if source.is_dir() else source
     try:
@@ -84,9 +84,9 @@ def read_rows(source: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting with its trials, which differ in their seeds.
+    """A setting and its trials, which differ in their seeds.
 
-    Attributes: counted: the complete trials; where there is none, all that measured something.
+    Attributes: counted: the complete trials; if there are none, all trials with a measurement.
     """
 
     name: str
@@ -106,12 +106,12 @@ class Setting:
         return [*self.trials[0]["variant_overrides"], *overrides]
 
     def values(self, evaluation: str) -> list[float]:
-        """Lists the metric of the trials that count, of their `final` or `best` evaluation."""
+        """Lists the metric of the counted trials in their `final` or `best` evaluation."""
         return [row[evaluation][row["metric"]] for row in self.counted]
 
     def cells(self) -> list[str]:
-        """Returns the setting's row of the table; numbers are means, the last value's with its
-        deviation.
+        """Returns the setting's row of the table; numbers are means, the last value's
+        with its standard deviation over seeds.
         """
         states = [row["state"] for row in self.trials]
         reasons = dict.fromkeys(row["why"] for row in self.trials if row.get("why"))
@@ -130,7 +130,7 @@ class Setting:
 
 
 def rank_settings(rows: Sequence[Row]) -> list[Setting]:
-    """Ranks settings by the mean of their last values, the best first, those without any last."""
+    """Ranks settings by the mean of their last values, best first; those without any go last."""
     trials: dict[str, list[Row]] = {}
     for row in rows:
         trials.setdefault(row["setting"], []).append(row)

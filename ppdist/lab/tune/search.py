@@ -15,20 +15,20 @@ from ppdist.lab.tune.trial import Curve, Job, Launcher, TrialProcess, write_proc
 
 CLEAN_STOP = 75
 _READ_EVERY = 6  # polls: metrics.jsonl is read less often than processes are polled
-_NOTE_SECONDS = 10.0  # between two records of a trial's time so far
-_MOST_FAILURES = 3  # in a row, before anything went well: the next would fail, too
+_NOTE_SECONDS = 10.0  # between two records of a trial's elapsed time
+_MOST_FAILURES = 3  # in a row without any success: the next would fail, too
 
 
 @dataclass
 class _Running:
-    """A running trial of this process and its worker."""
+    """A running trial of this process, with its job."""
 
     claim: Claim
     job: Job
     minutes_before: float
     hopeless: bool = False
     reported_epochs: set[int] = field(default_factory=set)
-    saved_minutes: float = 0.0  # in tune.json
+    saved_minutes: float = 0.0  # the time recorded in tune.json
     polls: int = 0
 
     @property
@@ -38,14 +38,14 @@ class _Running:
 
 @dataclass
 class Search:
-    """The trials of a study that are left to run, made side by side.
+    """The search that runs the remaining trials of a study in parallel.
 
     Attributes:
         placements: the fleetrun options of each worker: its cards, or its number of processes.
-        asked_to_stop: returns True once a signal came or the time is over.
-        say: gets each line for the user.
-        retry_failed: run cells again whose trials failed.
-        poll_seconds: between two polls of what runs.
+        asked_to_stop: returns True once a signal has arrived or the time is up.
+        say: called with each line for the user.
+        retry_failed: rerun cells whose trials failed.
+        poll_seconds: seconds between two polls of the running trials.
     """
 
     store: Store
@@ -59,12 +59,12 @@ class Search:
     _failures: int = 0
 
     def run(self, max_trials: int | None = None) -> int:
-        """Runs trials until none is left, `max_trials` are made, or interrupted.
+        """Runs trials until none remain, `max_trials` have been run, or the search is interrupted.
 
-        Args: max_trials: how many trials to begin at most; None: all.
-        Returns: 0: nothing is left to do, or `max_trials` are made; 75: interrupted, the same
-            command continues.
-        Raises: UserError: the experiment cannot be started or measured as the study says.
+        Args: max_trials: maximum number of trials to start; None sets no limit.
+        Returns: 0: no trials remain, or `max_trials` have been run; 75: interrupted, the same
+            command continues the search.
+        Raises: UserError: the experiment cannot be started or measured as the study requires.
         """
         with ExitStack() as undo:
             undo.callback(self._abandon)
@@ -80,12 +80,12 @@ class Search:
                         retry_failed=self.retry_failed,
                     )
                     if isinstance(claim, Claim):
-                        # A continued trial was counted when it began.
+                        # A continued trial was counted when it first started.
                         begun += not claim.again
                         self._start(worker, claim)
                     else:
                         is_waiting = is_waiting or isinstance(claim, Waiting)
-                # The end of an orphaned training is awaited, because this process may have to
+                # Wait for an orphaned training run to end, because this process may have to
                 # continue it.
                 if not self._running and (is_stopping or not is_waiting):
                     return CLEAN_STOP if is_stopping else 0
@@ -140,7 +140,7 @@ class Search:
             self._finish(claim, TrialState.FAIL, curve, running.minutes, reason)
         elif code == 0:
             self._finish(claim, TrialState.COMPLETE, curve, running.minutes)
-        elif running.hopeless:  # however it ended, once it was asked to
+        elif running.hopeless:  # pruned, whatever its exit code
             self._finish(claim, TrialState.PRUNED, curve, running.minutes)
         elif is_stopping:
             # A stopped trial stays open in the journal; its checkpoint lets any process continue
@@ -170,7 +170,7 @@ class Search:
             f"trial {claim.number:03d} ({claim.cell.label}) {state.name.lower()}{score_text}, "
             f"{minutes:.1f} min" + (f": {reason}" if reason else "")
         )
-        # A setting may fail; failures in a row without any success mean that the study is wrong.
+        # A setting may fail; consecutive failures without any success mean the study is wrong.
         self._failures = self._failures + 1 if state == TrialState.FAIL else 0
         states = {trial.state for trial in self.store.trials()}
         has_success = states & {TrialState.COMPLETE, TrialState.PRUNED}
@@ -189,7 +189,7 @@ class Search:
         write_process(running.job, running.saved_minutes)
 
     def _abandon(self) -> None:
-        """Stops our trainings on any exit; they save and can be continued."""
+        """Stops our training runs on any exit; they save a checkpoint and can be continued."""
         for running in self._running.values():
             running.job.stop()
         for running in self._running.values():

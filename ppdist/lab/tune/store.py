@@ -1,11 +1,11 @@
 """The store of a study: a folder that any number of processes share.
 
-    journal.log    Optuna's storage: every trial, its values as they come, how it ended
-    study.json     settings with which the study began
+    journal.log    Optuna's storage: every trial, its values as they are reported, its outcome
+    study.json     the settings that the study started with
     trials/NNN/    the output_dir of trial NNN; tune.lock there belongs to the process that runs it
-    *.lock         locks for exclusive work; released however their process ends
+    *.lock         locks for exclusive work; released however the process that holds them ends
 
-A trial that the journal lists as running but whose lock is free was left by a process that is gone;
+A trial that the journal lists as running but whose lock is free was left by a dead process;
 the next process that asks for work continues it.
 """
 
@@ -45,26 +45,26 @@ from ppdist.config.experiment import load_config
 from ppdist.config.study import PrunerConfig, StudyConfig
 from ppdist.lab.tune.trial import Cell, TrialProcess, grid
 
-# Keys that may change between two starts: more trials, and how fast; variants are compared one by
-# one.
+# Keys that may differ when a study is started again, because they affect only its size and speed;
+# variants are compared one by one.
 _CHANGEABLE_KEYS = {
     "name", "trials", "variants", "seeds", "workers",
-    "config", "overrides",  # which `experiment` stands for
-    # Of earlier versions; minutes_per_trial stands for the last two.
+    "config", "overrides",  # `experiment` covers both
+    # Keys of earlier versions; minutes_per_trial replaces the last two.
     "baselines", "costs_like", "calibration_epochs",
 }  # fmt: skip
-_SEEDS_APART = 1_000_003  # between the sampler's seeds of two trials
-_NAME = "ppdist"  # of the one study in the journal
-_ENTRY = {"op_code", "worker_id"}  # what each line of it has
+_SEEDS_APART = 1_000_003  # offset of the sampler's seed from one trial to the next
+_NAME = "ppdist"  # name of the only study in the journal
+_ENTRY = {"op_code", "worker_id"}  # keys that every line of the journal has
 
 
 class StudyLock(FileLock):
-    """A `FileLock` that must work: without it the processes of a study cannot agree."""
+    """A required `FileLock`: without it the processes of a study cannot coordinate."""
 
     def try_acquire(self) -> bool:
         """Takes the lock if it is free.
 
-        Raises: ConfigError: the file system has no locks.
+        Raises: ConfigError: the file system does not support locks.
         """
         self.open()
         try:
@@ -80,10 +80,11 @@ class StudyLock(FileLock):
 
 
 class JournalLock(StudyLock):
-    """The lock that Optuna takes before it appends to its journal.
+    """The lock that Optuna acquires before it appends to its journal.
 
-    Optuna's own lock files outlive a killed process.  The holder of this one first cuts off a
-    line that a crash or a full disk left: Optuna would append the next to it, and read neither.
+    Optuna's own lock files outlive a killed process.  The holder of this lock first removes an
+    incomplete last line, left by a crash or a full disk: Optuna would append the next entry to that
+    line, and could read neither.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -103,11 +104,11 @@ class JournalLock(StudyLock):
 
 @dataclass(frozen=True)
 class Claim:
-    """A trial that this process has to make.
+    """A trial that this process has to run.
 
     Attributes:
-        number: names its folder.
-        again: it continues a trial that this or another process has begun.
+        number: number of the trial, which names its folder.
+        again: True if the trial was started before, by this or another process, and is continued.
     """
 
     number: int
@@ -116,7 +117,7 @@ class Claim:
 
 
 class Waiting:
-    """A claim that has to wait: a training whose owner died is still running."""
+    """The answer that a claim has to wait: the training run of a dead process has not ended yet."""
 
 
 def _is_entry(line: bytes) -> bool:
@@ -129,15 +130,15 @@ def _is_entry(line: bytes) -> bool:
 
 
 class Store:
-    """A process's view of a study; close it at the end.
+    """A process's view of a study; must be closed after use.
 
-    Attributes: lock: for whatever only one process may do at a time.
+    Attributes: lock: for operations that only one process may do at a time.
     """
 
     def __init__(self, folder: Path, study: StudyConfig) -> None:
-        """Opens the folder, or makes it.
+        """Opens the folder, or creates it.
 
-        Raises: ConfigError: it holds another study, or the remains of one.
+        Raises: ConfigError: the folder holds another study, or a damaged one.
         """
         make_folder(folder)
         self.folder, self.config = folder, study
@@ -161,7 +162,7 @@ class Store:
                     pruner=_pruner(study.pruner),
                 )
             except (LookupError, ValueError, TypeError, AssertionError, RuntimeError) as error:
-                # Optuna has no error of its own for entries that do not fit each other.
+                # Optuna has no specific error for inconsistent entries.
                 raise self._damage_error(
                     journal, f"its lines contradict each other ({type(error).__name__}: {error})"
                 ) from error
@@ -169,11 +170,11 @@ class Store:
         self._failed_before = frozenset(failed)
 
     def _check_settings(self) -> None:
-        """Checks that the folder holds this study, perhaps with fewer trials, and writes its
+        """Checks that the folder holds this study, possibly with fewer trials, and writes the
         settings.
         """
         file, now = self.folder / "study.json", self.config.model_dump(mode="json", by_alias=True)
-        # The file names of the configuration may change, its content may not.
+        # The file names of the configuration may change, but not its content.
         now["experiment"] = _digest(self.config)
         if file.exists():
             before = read_json(file)
@@ -190,7 +191,7 @@ class Store:
             changed = {key for key in keys if now.get(key) != before.get(key)}
             if "experiment" in changed and now["overrides"] != before["overrides"]:
                 changed = changed - {"experiment"} | {"overrides"}
-            # Also of variants that are gone: their trials still stand in the journal.
+            # Include removed variants: their trials are still in the journal.
             variants = before["variants"] | now["variants"]
             changed |= {
                 f"variants.{name}" for name in before["variants"]
@@ -205,12 +206,12 @@ class Store:
                     fix="give this study its own folder with --out",
                 )
         write_json(file, now, indent=1, sync=True)
-        sync_path(self.folder)  # the name, too, before there are trials
+        sync_path(self.folder)  # make the file name durable, too, before there are trials
 
     def _require_complete(self, journal: Path) -> None:
-        """Checks that every line of the journal is an entry, and that it has some if trials exist.
+        """Checks that every line of the journal is an entry, and that it has any if trials exist.
 
-        Raises: ConfigError `study_damaged`.
+        Raises: ConfigError `study_damaged`: the journal is damaged or empty.
         """
         number = 0
         try:
@@ -224,7 +225,7 @@ class Store:
             pass
         except OSError as error:
             raise self._damage_error(journal, f"it cannot be read ({error.strerror})") from error
-        # An empty journal is right only for a new study.
+        # An empty journal is valid only for a new study.
         if not number and any((self.folder / "trials").glob("*")):
             raise self._damage_error(journal, "it is missing or empty")
 
@@ -242,26 +243,26 @@ class Store:
         return self.folder / "trials" / f"{number:03d}"
 
     def trials(self) -> list[FrozenTrial]:
-        """Returns all trials, by number."""
+        """Returns all trials, ordered by number."""
         return self.study.get_trials(deepcopy=False)
 
     def cell_of(self, trial: FrozenTrial) -> Cell | None:
-        """Returns the cell of a trial; None: its process died before recording it."""
+        """Returns the cell of a trial; None if its process died before recording the cell."""
         record = trial.user_attrs.get("cell")
         return Cell.of(record) if record else None
 
     def claim(self, *, begin: bool, retry_failed: bool) -> Claim | Waiting | None:
-        """Claims the next trial; None: nothing is left for this process.
+        """Claims the next trial; returns None if there is none left for this process.
 
         Args:
-            begin: include trials not started yet.
-            retry_failed: a cell of a grid whose trials failed before this process began is free.
+            begin: also claim trials that have not been started yet.
+            retry_failed: also claim grid cells whose trials failed before this process started.
         """
         with self.lock:
             trials = self.trials()
             waiting = False
             for trial in trials:
-                # Work that others have left comes before new trials.
+                # Trials abandoned by other processes come before new trials.
                 if trial.state != TrialState.RUNNING or trial.number in self._mine:
                     continue
                 adopted = self._adopt(trial)
@@ -279,19 +280,19 @@ class Store:
             return None
         if cell is None:
             lock.close()
-            # Its settings were never recorded, so nobody can continue it.
+            # Its settings were never recorded, so no process can continue it.
             self.study.tell(trial.number, state=TrialState.FAIL)
             return None
         folder = self.trial_folder(trial.number)
-        if TrialProcess.of(folder).end() or files.is_held(folder):  # an orphan that is about to end
+        if TrialProcess.of(folder).end() or files.is_held(folder):  # an orphan about to end
             lock.close()
             return Waiting()
         self._mine[trial.number] = lock
         return Claim(trial.number, cell, True)
 
     def _begin(self, trials: Sequence[FrozenTrial], retry_failed: bool) -> Claim | None:
-        """Begins a new trial; the caller holds the lock of the study."""
-        # A trial that fails in this process is not released: it would be retried forever.
+        """Starts a new trial; the caller must hold the study's lock."""
+        # The cell of a trial that failed in this process is not free: it would be retried forever.
         freed = self._failed_before if retry_failed else frozenset()
         counted_trials = [trial for trial in trials if trial.number not in freed]
         if self.config.trials is not None and len(counted_trials) >= self.config.trials:
@@ -315,8 +316,8 @@ class Store:
                 )
             trial = self.study.ask(_distributions(self.config))
         else:
-            # A sampler for each trial: one for all would draw its first numbers again after a
-            # restart.
+            # A new sampler for each trial: a single one would draw the same first numbers again
+            # after a restart.
             self.study.sampler = _sampler(self.config, number)
             trial = self.study.ask(_distributions(self.config))
             params = {
@@ -332,7 +333,7 @@ class Store:
         return Claim(number, cell, again=False)
 
     def report(self, number: int, values: dict[int, float]) -> bool:
-        """Records a trial's values by epoch; returns True if it should be pruned."""
+        """Records a trial's values by epoch; returns True if the trial should be pruned."""
         new = sorted(values.keys() - self.trials()[number].intermediate_values.keys())
         trial, hopeless = self._trial(number) if new else None, False
         for epoch in new:
@@ -346,20 +347,20 @@ class Store:
     ) -> None:
         """Records how a trial of this process ended.
 
-        Args: value: of a complete one.
+        Args: value: result of a complete trial.
         """
         self._trial(number).set_user_attr("result", result)
         self.study.tell(number, value if state == TrialState.COMPLETE else None, state=state)
         self.leave(number)
 
     def _trial(self, number: int) -> optuna.Trial:
-        """Returns a trial that any process began, ready to be reported to."""
-        # Any other sampler would compute a suggestion when the trial is made.
+        """Returns a trial started by any process, in a form that accepts reports."""
+        # Any other sampler would compute a suggestion when the trial object is created.
         self.study.sampler = optuna.samplers.RandomSampler(0)
         return optuna.Trial(self.study, self.trials()[number]._trial_id)
 
     def leave(self, number: int) -> None:
-        """Releases a trial; the next process that asks may continue it."""
+        """Releases a trial; the next process that asks for work may continue it."""
         self._mine.pop(number).close()
 
     def close(self) -> None:
@@ -380,9 +381,9 @@ def _experimental() -> Iterator[None]:
 
 
 def _digest(study: StudyConfig) -> str:
-    """Computes a digest of what all trials share, independent of file names.
+    """Computes a digest of the configuration that all trials share, independent of file names.
 
-    Defaults are left out: a new key of a later version changes no experiment.
+    Defaults are left out, so that a new key in a later version does not change the digest.
     """
     config = load_config(study.config, study.overrides)
     values = config.model_dump(mode="json", exclude_defaults=True, exclude={"output_dir"})
@@ -395,7 +396,7 @@ def _sampler(study: StudyConfig, number: int) -> optuna.samplers.BaseSampler:
     if study.sampler == "random":
         return optuna.samplers.RandomSampler(seed)
     with _experimental():
-        # constant_liar: trials that run now count as bad, so that workers do not crowd one place.
+        # constant_liar: running trials count as bad, so that workers do not sample the same region.
         return optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
 
 
@@ -412,7 +413,7 @@ def _pruner(config: PrunerConfig) -> optuna.pruners.BasePruner:
 
 
 def _distributions(study: StudyConfig) -> dict[str, BaseDistribution]:
-    """Makes Optuna's distributions; choices are JSON, for Optuna takes no lists or mappings."""
+    """Builds Optuna's distributions; choices are JSON, as Optuna accepts no lists or mappings."""
     distributions: dict[str, BaseDistribution] = {}
     for key, dimension in study.space.items():
         low, high, step, log = dimension.low, dimension.high, dimension.step, dimension.log

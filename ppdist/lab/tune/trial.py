@@ -1,4 +1,4 @@
-"""One trial of a study: its cell, its training, its curve of evaluations."""
+"""One trial of a study: its cell, its training run, its curve of evaluations."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from ppdist.common.records import MetricRecords, Record, read_metrics
 from ppdist.config.study import StudyConfig, item_of
 
 _TAIL_BYTES = 4000
-_RESTARTS = "2"  # of a training that crashes; it continues from its newest checkpoint
+_RESTARTS = "2"  # of a crashed training run, which continues from its newest checkpoint
 
 
 # Cells of a study: a setting and a seed.
@@ -28,13 +28,13 @@ _RESTARTS = "2"  # of a training that crashes; it continues from its newest chec
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a study: the setting and seed of one training.
+    """A cell of a study: the setting and seed of one training run.
 
     Attributes:
-        variant: "" in a study without variants.
+        variant: name of the variant; "" in a study without variants.
         variant_overrides: the overrides of the variant.
-        params: key -> value, as the configuration takes it.
-        seed: of training; None: that of the configuration.
+        params: configuration key -> value, as the configuration accepts it.
+        seed: seed of the training run; None: the seed in the configuration.
     """
 
     variant: str = ""
@@ -53,11 +53,11 @@ class Cell:
         return self.setting + ("" if self.seed is None else f", seed {self.seed}")
 
     def key(self) -> str:
-        """Returns a text that differs for every cell of a grid."""
+        """Returns a string that is unique for every cell of a grid."""
         return json.dumps(self.record(), sort_keys=True)
 
     def overrides(self, study: StudyConfig) -> list[str]:
-        """Returns the overrides of the training, without its length and its folder."""
+        """Returns the overrides for the training run, without its length and folder."""
         overrides = [*study.overrides, *self.variant_overrides]
         overrides += [item_of(key, value) for key, value in self.params.items()]
         return overrides + ([] if self.seed is None else [f"seed={self.seed}"])
@@ -67,7 +67,7 @@ class Cell:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Cell":
-        """Makes a cell from its record."""
+        """Builds a cell from its record."""
         changes = tuple(record["variant_overrides"])
         return cls(record["variant"], changes, record["params"], record["seed"])
 
@@ -75,7 +75,7 @@ class Cell:
 def grid(study: StudyConfig) -> list[Cell]:
     """Lists every cell of a grid, ordered by seed first.
 
-    With this order a study that ends early has compared every setting.
+    In this order, a study that ends early has compared all settings.
     """
     points = itertools.product(*(dimension.values() for dimension in study.space.values()))
     params = [dict(zip(study.space, point)) for point in points]
@@ -91,17 +91,17 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value).strip('"')
 
 
-# A training of a cell, by its own fleetrun.
+# The training run of a cell, under its own fleetrun.
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The means of starting trainings.
+    """A launcher of training runs.
 
     Attributes:
-        command: of fleetrun.
-        script: words that start a training on a rank.
-        threads: of each process on a CPU, where OMP_NUM_THREADS does not say.
+        command: the fleetrun command.
+        script: command-line words that start training on a rank.
+        threads: CPU threads per process, unless OMP_NUM_THREADS is set.
     """
 
     command: Sequence[str]
@@ -111,9 +111,9 @@ class Launcher:
     def start(
         self, folder: Path, placement: Sequence[str], config: str, overrides: Sequence[str]
     ) -> "Job":
-        """Starts, or continues from its newest checkpoint, the training of a folder.
+        """Starts the training run in a folder, or continues it from its newest checkpoint.
 
-        Args: placement: options of fleetrun: which cards, or how many processes.
+        Args: placement: fleetrun options: which cards, or how many processes.
         """
         folder.mkdir(parents=True, exist_ok=True)
         command = [*self.command, *placement, "--max_restart", _RESTARTS]
@@ -123,7 +123,7 @@ class Launcher:
         command += ["-o", *overrides, item_of("output_dir", str(folder))]
         environment = {"OMP_NUM_THREADS": str(self.threads), **os.environ}
         with open_own(folder / "console.log", "ab") as console:
-            # When this process is gone, fleetrun has the trial save and end.
+            # When this process dies, fleetrun makes the trial save a checkpoint and end.
             process = start(
                 command,
                 stdout=console,
@@ -137,7 +137,7 @@ class Launcher:
 
 @dataclass
 class Job:
-    """A training that was started by `Launcher`."""
+    """A training run started by `Launcher`."""
 
     process: Process
     folder: Path
@@ -145,7 +145,7 @@ class Job:
     asked_to_stop: bool = False
 
     def poll(self) -> int | None:
-        """Returns the exit code of the training; None while it runs.
+        """Returns the exit code of the training run; None while it is running.
 
         0: done; 75: stopped after a checkpoint; 2: wrong input.
         """
@@ -155,14 +155,14 @@ class Job:
         return (time.monotonic() - self.began) / 60
 
     def stop(self) -> None:
-        """Asks the training to save and end; a second call does nothing."""
+        """Asks the training run to save a checkpoint and end; a second call does nothing."""
         if not self.asked_to_stop:
             self.asked_to_stop = True
             with suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGTERM)
 
     def last_message(self) -> str:
-        """Returns the last error, else the last line, that the training wrote to the terminal."""
+        """Returns the last error in the console log of the training run, else its last line."""
         try:
             with open_file(self.folder / "console.log") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -176,7 +176,7 @@ class Job:
 
 @dataclass
 class TrialProcess:
-    """The processes that ran a trial so far, as its tune.json records them."""
+    """The process that runs a trial and the time so far, as recorded in tune.json."""
 
     minutes: float = 0.0
     host: str = ""
@@ -192,11 +192,11 @@ class TrialProcess:
             return cls()
 
     def end(self) -> bool:
-        """Asks a running fleetrun on this host to save and end.
+        """Asks a running fleetrun on this host to save a checkpoint and end.
 
-        On other hosts only the lock of the run is known.
+        For a process on another host, only the lock of the run can tell.
 
-        Returns: True if it still runs.
+        Returns: True if it is still running.
         """
         alive = self.pid > 0 and self.host == socket.gethostname()
         if not alive or not self.started or self.started != start_ticks(self.pid):
@@ -207,28 +207,28 @@ class TrialProcess:
 
 
 def write_process(job: Job, minutes: float) -> None:
-    """Writes tune.json: the time so far, and the process that runs the trial now."""
+    """Writes tune.json: the elapsed time and the process that is running the trial."""
     pid = job.process.pid
     past = TrialProcess(round(minutes, 3), socket.gethostname(), pid, start_ticks(pid))
     write_json(job.folder / "tune.json", asdict(past))
 
 
 def start_ticks(pid: int) -> str:
-    """Returns the start time of a process, in ticks since boot; "": it is gone, or there is no
-    /proc.
+    """Returns the start time of a process, in ticks since boot; "" if it has ended or there
+    is no /proc.
 
-    It tells a process from a later one of the same id.
+    It distinguishes a process from a later one with the same id.
     """
     stat = process_stat(pid)
     return str(stat.began) if stat is not None and stat.is_alive else ""
 
 
-# The evaluations of a training so far, from its metrics.jsonl.
+# The evaluations of a training run so far, from its metrics.jsonl.
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The evaluations of a training, in order.
+    """The evaluations of a training run, in order.
 
     Attributes: metric: the metric of the study.
     """
@@ -238,9 +238,9 @@ class Curve:
 
     @classmethod
     def of(cls, folder: Path, metric: str) -> "Curve":
-        """Reads the metric curve of a run; empty before it writes anything.
+        """Reads the metric curve of a run; it is empty before the first evaluation is written.
 
-        Raises: ConfigError: its evaluations have no such number.
+        Raises: ConfigError: the evaluations lack this metric.
         """
         try:
             evaluations = MetricRecords.of(read_metrics(folder / "metrics.jsonl")).evaluations
@@ -254,23 +254,23 @@ class Curve:
                     code="unknown_metric",
                     where="metric",
                 )
-        # One that could not be measured (null) is ignored.
+        # A metric that could not be measured (null) is ignored.
         measured = [record for record in evaluations if isinstance(record[metric], int | float)]
         return cls(metric, measured)
 
     def values(self) -> dict[int, float]:
-        """Returns the values by whole epochs, from 1; of two in one epoch the first."""
+        """Returns the values by epoch, from 1; if an epoch has several, the first."""
         values_by_epoch: dict[int, float] = {}
         for record in self.evaluations:
             values_by_epoch.setdefault(max(1, round(record["epoch"])), float(record[self.metric]))
         return values_by_epoch
 
     def points(self) -> list[list[float]]:
-        """Returns [epoch, value] of every evaluation."""
+        """Returns [epoch, value] for every evaluation."""
         return [[round(record["epoch"], 3), record[self.metric]] for record in self.evaluations]
 
     def final(self) -> dict[str, float]:
-        """Returns the numbers of the last evaluation; empty without one."""
+        """Returns the numbers of the last evaluation; empty if there is none."""
         return _numbers(self.evaluations[-1]) if self.evaluations else {}
 
     def best(self, lower_is_better: bool) -> dict[str, float]:
@@ -282,7 +282,7 @@ class Curve:
 
 
 def _numbers(record: Record) -> dict[str, Any]:
-    """Returns the numbers of a record, without those of classes (`AP/name`) and `time`."""
+    """Returns the numbers in a record, without per-class ones (`AP/name`) and `time`."""
     return {
         key: round(value, 6) if isinstance(value, float) else value
         for key, value in record.items()

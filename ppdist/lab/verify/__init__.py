@@ -1,1 +1,1 @@
-"""Proofs that users run on their own configuration, data and cluster."""
+"""Checks that users run on their own configuration, data and cluster."""

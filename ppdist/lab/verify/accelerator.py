@@ -1,17 +1,17 @@
-"""Answers whether this machine's cards train right, in three parts.
+"""Verifies that this machine's cards train correctly, in three parts.
 
-    equivalence   some steps on all ranks and on one card; of one card alone, on it and on the CPU
-    speed         images a second on all ranks and on one card, and that losses are finite
-    resume        a run that is resumed in its middle, and one that was not interrupted
+    equivalence   some steps on all ranks and on one card; with a single card, on it and on the CPU
+    speed         images per second on all ranks and on one card; losses must be finite
+    resume        a run that is resumed halfway, and an uninterrupted run
 
-Each ends in one of three words:
+Each part ends with one of three verdicts:
 
-    PASS      something was compared, and nothing was further off than it may be
-    FAIL      something was
-    NOT RUN   it could not be compared here; with the reason, and what was measured anyway
+    PASS      the comparison was made, and every difference is within its tolerance
+    FAIL      a difference is not
+    NOT RUN   nothing could be compared here; with the reason, and what was measured anyway
 
-The ranks that fleetrun has started do all of it.  What one card does alone is a process beside
-rank 0, for which the others wait.
+All of this runs on the ranks that fleetrun has started.  What one card does alone runs in a process
+beside rank 0, while the other ranks wait.
 """
 
 import json
@@ -45,16 +45,19 @@ Checkpoint = dict[str, np.ndarray]
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
 JSON_NAME = "accelerator.json"
 
-_STEPS, _STEPS_WITH_CPU = 6, 3  # of the equivalence; on a CPU a large model takes seconds an image
+_STEPS, _STEPS_WITH_CPU = 6, 3  # of equivalence; on a CPU a large model takes seconds per image
 _NOISE_ALLOWED = 10.0  # times the difference of two uninterrupted runs
-# The model when no configuration is given.  A YOLOv5 of this size amplifies a rounding a hundred
+# The model used without a configuration.  A YOLOv5 of this size amplifies rounding errors a hundred
 # times as much, so it would prove less.
 _BUILT_IN, _IMAGES, _SIDE = "demo", 96, 160
 
 
 @dataclass
 class Result:
-    """The result of a part: FAIL with any problem, else NOT RUN with any reason, else PASS."""
+    """The result of a part.
+
+    The verdict is FAIL if there is any problem, else NOT RUN if there is a reason, else PASS.
+    """
 
     measured: Report = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -70,11 +73,11 @@ class Proof:
     """The input of all parts.
 
     Attributes:
-        source: file of the configuration, or the name of a shipped one; overrides: items of -o.
+        source: configuration file, or the name of a shipped one; overrides: items of -o.
         work: a folder that is deleted at the end.
         command: returns the words that start one of our commands, such as `verify`.
-        steps: how many steps measure speed, and how many the resumed run has.
-        efficiency: the minimum speed of N cards, as a part of N times the rate of one.
+        steps: number of steps that measure speed, and number of steps of the resumed run.
+        efficiency: minimum speed of N cards, as a fraction of N times the speed of one card.
     """
 
     source: str
@@ -91,7 +94,7 @@ class Proof:
         )
 
     def words(self, command: str, kind: str, *overrides: str) -> list[str]:
-        """Writes the command line of one of our commands, with this configuration."""
+        """Builds the command line of one of our commands, with this configuration."""
         override_options = (
             ["-o", *self.overrides, *overrides] if self.overrides or overrides else []
         )
@@ -107,11 +110,12 @@ def verify_accelerator(
     steps: int,
     efficiency: float,
 ) -> Report:
-    """Runs all parts in order; prints a line for each, and writes a JSON.  Collective.
+    """Runs all parts in order, prints a line for each, and writes a JSON file.  Collective.
 
     Args:
-        config_file: None: a small model and generated images; for the other arguments see `Proof`.
-        out: the same path on every host of the ranks.
+        config_file: None uses a small model and generated images.  See `Proof` for the other
+            arguments.
+        out: output folder, the same path on every host.
     Raises: UserError, on every rank: the configuration, its data or the card cannot be used.
     """
     work, results, seconds = out / "work", dict[str, Result](), dict[str, float]()
@@ -135,7 +139,7 @@ def verify_accelerator(
             began = time.monotonic()
             try:
                 results[name] = part(proof)
-            except LaunchError as error:  # of the process beside rank 0; on every rank
+            except LaunchError as error:  # in the process beside rank 0; raised on every rank
                 results[name] = Result(problems=[f"{error}"])
             device.release_memory()
             seconds[name] = time.monotonic() - began
@@ -158,7 +162,7 @@ def verify_accelerator(
 
 
 def equivalence(proof: Proof) -> Result:
-    """Trains in float32 over epochs with a partial last step, and once more alone.  Collective."""
+    """Trains in float32 with partial last steps, on all ranks and then alone.  Collective."""
     on_cpu = comm.world_size() == 1
     if on_cpu and not device.on_accelerator():
         return Result(not_run="one rank of a CPU: there is nothing to compare it with")
@@ -168,8 +172,8 @@ def equivalence(proof: Proof) -> Result:
     except ConfigError as error:
         return Result(not_run=f"{error}")
     total = config.train.micro_batches(comm.world_size()).total_batch
-    # Rounding is smallest in float32, without warm-up the weights move at once, and the limit makes
-    # the last step of an epoch partial.
+    # Rounding errors are smallest in float32, without warm-up the weights change immediately, and
+    # the limit makes the last step of an epoch partial.
     exact = (
         *("train.amp.enabled=false", "distributed.gradient_dtype=float32"),
         *("schedule.warmup_epochs=0", "train.epochs=4", "log.visualdl=false"),
@@ -182,7 +186,7 @@ def equivalence(proof: Proof) -> Result:
 
 
 def judge_equivalence(report: Report) -> Result:
-    """Judges the equivalence by the report of `dp_equivalence.verify_ranks`."""
+    """Judges equivalence from the report of `dp_equivalence.verify_ranks`."""
     verdict = dp_equivalence.verdict(report)
     result = Result({"report": report})
     if verdict == FAIL:
@@ -197,7 +201,7 @@ def judge_equivalence(report: Report) -> Result:
 
 
 def speed(proof: Proof) -> Result:
-    """Measures images a second on all ranks, then on one card.  Collective."""
+    """Measures images per second on all ranks, then on one card.  Collective."""
     warmup = max(1, proof.steps // 4)
     config, scratch = proof.config(), proof.work / "speed"
     training = measure_training(config, steps=proof.steps, warmup=warmup, scratch=scratch)
@@ -217,7 +221,7 @@ def speed(proof: Proof) -> Result:
     result = judge_speed(rates, proof.efficiency, device.on_accelerator())
     if not all(map(math.isfinite, training["losses"])):
         result.problems.append("losses are not finite")
-    amp = config.train.amp  # float16 may skip steps while it looks for its loss scale
+    amp = config.train.amp  # float16 may skip steps while it adjusts its loss scale
     if training["skipped_steps"] and not (amp.enabled and amp.dtype == "float16"):
         result.problems.append(f"{training['skipped_steps']} steps were not applied")
     return result
@@ -226,7 +230,7 @@ def speed(proof: Proof) -> Result:
 def judge_speed(rates: Mapping[int, float], minimum: float, on_cards: bool) -> Result:
     """Judges the speed.
 
-    Args: rates: images per second of all ranks, by the number of ranks; with that of 1.
+    Args: rates: images per second over all ranks, by number of ranks; must include 1 rank.
     """
     world = max(rates)
     share = rates[world] / rates[1] / world
@@ -246,21 +250,21 @@ def judge_speed(rates: Mapping[int, float], minimum: float, on_cards: bool) -> R
 
 
 def resume(proof: Proof) -> Result:
-    """Checks that a resumed run ends like an uninterrupted one.  Collective.
+    """Checks that a resumed run ends with the same weights as an uninterrupted one.  Collective.
 
-    If they are not equal bit for bit, a third run, uninterrupted too, tells how far two equal runs
-    differ on this device: sums of several blocks may be added in any order.
+    If the two are not equal bit for bit, a second uninterrupted run shows how far identical runs
+    differ on this device, where partial sums may be added in any order.
     """
-    os.environ.pop(JOB_DIR_VARIABLE, None)  # these runs are no attempts of one job
+    os.environ.pop(JOB_DIR_VARIABLE, None)  # these runs are not restarts of one job
     half = max(1, proof.steps // 2)
-    epochs = max(2 * half, proof.config().train.epochs)  # each has a step at least
+    epochs = max(2 * half, proof.config().train.epochs)  # at least one step per epoch
     config = proof.config(
         *(f"train.max_steps={2 * half}", f"train.epochs={epochs}", "checkpoint.keep=3"),
         *(f"checkpoint.every_steps={half}", "log.visualdl=false", "log.images=0"),
     )
 
     def train(name: str, start: Continuation = ANEW) -> float:
-        """Trains into a folder; returns how far it ends off the first run."""
+        """Trains into a folder; returns the relative difference from the first run's result."""
         with redirect_stdout(sys.stderr):
             experiment = build_training(
                 config, output_dir=proof.work / name, evaluate=False, command=["verify"],
@@ -287,20 +291,20 @@ def _checkpoint(folder: Path) -> Checkpoint:
 
 
 def relative_difference(first: Checkpoint, second: Checkpoint) -> float:
-    """Divides the L2 norm of two checkpoints' difference by that of the second; 0: equal."""
+    """Returns the L2 norm of the difference of two checkpoints, divided by that of the second."""
     if first.keys() != second.keys() or not first:
         raise ValueError(f"the checkpoints hold {len(first)} and {len(second)} tensors")
     wide = {key: array.astype(np.float64) for key, array in second.items()}
     off = sum(float(np.square(first[key] - array).sum()) for key, array in wide.items())
     size = sum(float(np.square(array).sum()) for array in wide.values())
     relative = math.sqrt(off / max(size, 1e-24))
-    return relative if math.isfinite(relative) else 1e9  # JSON has no other number for it
+    return relative if math.isfinite(relative) else 1e9  # JSON has no inf or nan
 
 
 def judge_resume(resumed: float, noise: float) -> Result:
-    """Judges the resume.
+    """Judges the resumed run.
 
-    Args: noise: `relative_difference` of two uninterrupted runs; not measured where `resumed` is 0.
+    Args: noise: `relative_difference` of two uninterrupted runs; 0 if `resumed` is 0.
     """
     result = Result({"resumed_off_by": resumed, "uninterrupted_off_by": noise})
     if resumed > _NOISE_ALLOWED * noise:
@@ -316,7 +320,7 @@ PARTS: dict[str, Callable[[Proof], Result]] = {
 
 
 def format_result(name: str, result: Result) -> str:
-    """Formats `PASS     resume`, with what went wrong or the reason, and the figures below."""
+    """Formats a result as `PASS     resume` with its problems or reason, and its figures below."""
     reason = "; ".join(result.problems) or result.not_run
     rates = result.measured.get("images_per_second", {})
     below = [f"{rate:.1f} images a second on {ranks}" for ranks, rate in sorted(rates.items())]

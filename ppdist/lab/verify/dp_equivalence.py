@@ -1,21 +1,24 @@
-"""Proves that many ranks train like one, on the user's data.
+"""Verifies, on the user's data, that many ranks train like one.
 
-The ranks train some steps as configured, and keep what each step began with.  Then rank 0, while
-the others wait, starts one process that makes the same steps alone, of the same micro-batches: they
-are one after the other there what ranks share here, and with train.sync_bn each is whole there of
-which every rank has a part here.
+The ranks train some steps as configured, and save the state in which each step begins.  Then rank
+0, while the others wait, starts one process that runs the same steps alone, on the same
+micro-batches: it computes one after the other the micro-batches that the ranks divide among
+themselves.  With train.sync_bn it computes as a whole each micro-batch of which every rank has a
+part.
 
-Two ways to add the same numbers differ by rounding, and training amplifies that.  So each step of
-the process alone begins with the weights, the optimizer's state and the statistics with which the
-ranks began it: what is compared is one step, and nothing adds up.  How far a rounding carries one
-step depends on the network; so the process makes each once more with every weight moved by one
-rounding, and the ranks may be off by the tolerance or by a few times that.  One rounding is but one
-example: where the ranks are further off, it draws others before it says so.  Where a rounding does
-as much as what is measured, a step proves nothing, and what no step proves does not pass.
+Adding the same numbers in a different order changes the rounding, and training amplifies that.  So
+each step of the single process begins with the weights, optimizer state and statistics with which
+the ranks began it: single steps are compared, and differences do not accumulate.  How much a
+rounding error changes a step depends on the network; so the process runs each step once more with
+every weight perturbed by one rounding, and the ranks may differ by the tolerance or by a few times
+the effect of that.  One perturbation is only a sample: if the ranks differ by more, others are
+drawn before the result is a failure.  A step in which rounding has as large an effect as the
+quantity measured proves nothing, and what no step proves does not pass.
 
-Every step of the run is compared, also the last of an epoch, which has fewer images, of which some
-ranks may have none.  With synchronised statistics the moved run computes batch norm by the program
-of the ranks, for that is what differs; and the run alone needs the images of all ranks on one card.
+Every step of the run is compared, including the last of an epoch, which has fewer images, possibly
+none on some ranks.  With synchronised statistics the perturbed run computes batch norm with the
+code of the ranks, because that is what differs; and the single process needs the images of all
+ranks on one card.
 """
 
 import hashlib
@@ -52,33 +55,33 @@ from ppdist.engine.state import TrainState, capture_state, restore_state
 from ppdist.engine.train_step import TrainStep
 
 Report = dict[str, Any]
-# What training leaves, float64; S steps:
+# The trace of training, float64; S steps:
 #   losses/NAME, norm/gradient                  [S]
 #   before/GROUP, after/GROUP                   [S, parts]      sketches of weights, statistics
-#   digest                                      of all that it ends with, bit for bit
+#   digest                                      of the exact final state
 Trace = dict[str, np.ndarray]
 
-# Relative, by the lowest precision that the numbers of a step pass through.  Those below float32
-# are a few roundings of that precision; they were not tried on a GPU.
+# Relative, by the lowest precision that the numbers of a step pass through.  For precisions below
+# float32 they are a few roundings of that precision; these have not been tried on a GPU.
 TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
-_TOLERANCE_OF_CPU = 1e-3  # of a card against the CPU, whose kernels differ; not tried on a GPU
-_ROUNDINGS_ALLOWED = 10.0  # times the difference that a perturbed run shows
-_DRAWS = 4  # of roundings at most; the next is drawn if the ranks are further off than allowed
+_TOLERANCE_OF_CPU = 1e-3  # card vs CPU, whose kernels differ; not tried on a GPU
+_ROUNDINGS_ALLOWED = 10.0  # times the difference of a perturbed run
+_DRAWS = 4  # maximum number of perturbations; the next is drawn if the ranks differ too much
 _NOT_FINITE = 1e9  # a difference that is not a number, in a form that JSON can hold
-# A step where more than this is allowed proves nothing: as a part of a loss or norm, and as a part
-# of what training moved.
+# A step with a larger allowed difference proves nothing: as a fraction of a loss or norm, and as a
+# fraction of the change by training.
 _BLIND, _BLIND_OF_MOVED = 0.05, 0.1
 ROUNDINGS = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-_PARTS = 64  # of an array in a sketch
+_PARTS = 64  # parts of an array in a sketch
 
 
-# Training on all ranks, then on one alone.
+# Training on all ranks, then on a single one.
 
 
 def require_comparable(config: ExperimentConfig) -> None:
     """Requires a configuration whose result does not depend on the ranks.
 
-    Raises: ConfigError: many ranks differ from one by design; names the keys to change.
+    Raises: ConfigError: many ranks differ from one by design; the message names the keys to change.
     """
     reasons = []
     if config.train.batch_size_per_card == "auto":
@@ -112,16 +115,16 @@ def verify_ranks(
     """Trains on all ranks, then on rank 0 alone, and compares.  Collective.
 
     Args:
-        command: runs `judge` in a process of its own, when the overrides for one rank and then
-            `--alone FOLDER` are put behind it.
-        on_cpu: that process is to compute on the CPU.
+        command: runs `judge` in a separate process, once the overrides for one rank and
+            `--alone FOLDER` are appended.
+        on_cpu: run that process on the CPU.
     Returns: what `judge` found, and which ranks do not hold rank 0's weights.
     Raises: ConfigError: many ranks differ from one by design; LaunchError: the process failed.
     """
     require_comparable(config)
     world = comm.world_size()
     micro_batches = config.train.micro_batches(world)
-    overrides_alone = [  # one rank then trains as many would
+    overrides_alone = [  # so that one rank trains as many would
         f"train.total_batch={micro_batches.total_batch}",
         f"train.batch_size_per_card={micro_batches.images}",
         *("train.accumulate_steps=1", "distributed.shares=null"),
@@ -131,8 +134,8 @@ def verify_ranks(
         folder = Path(name)
         with redirect_stdout(sys.stderr):
             ranks = train_steps(config, steps, keep=folder)
-        device.release_memory()  # the process alone needs the same card
-        # Replicas must hold the same bits, whatever one rank alone would compute.
+        device.release_memory()  # the single process needs the same card
+        # Replicas must be equal bit for bit, whatever a single rank would compute.
         digests = comm.all_gather_large_object(ranks["digest"].tobytes().hex())
         differing_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         job = {
@@ -151,9 +154,9 @@ def verify_ranks(
 
 
 def run_alone(command: Sequence[str]) -> None:
-    """Runs a command of ours on this rank's card, as one rank.
+    """Runs one of our commands on this rank's card, as a single rank.
 
-    Raises: LaunchError: it failed; its messages are in our stderr.
+    Raises: LaunchError: the command failed; its messages are in our stderr.
     """
     code = start_here(command, stdout=DISCARD, env=own_environment()).wait()
     if code:
@@ -165,11 +168,12 @@ def run_alone(command: Sequence[str]) -> None:
 
 
 def judge(config: ExperimentConfig, folder: Path) -> None:
-    """Repeats the ranks' training on one rank; writes a report.
+    """Repeats the training of the ranks on one rank; writes a report.
 
     Args:
-        config: the configuration with which one rank trains as many.
-        folder: has the trace of the ranks and what their steps began with, and gets the report.
+        config: configuration with which one rank trains as many would.
+        folder: contains the trace of the ranks and the states in which their steps began; the
+            report is written there.
     """
     comm.init(config.device, config.distributed)
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
@@ -181,10 +185,10 @@ def judge(config: ExperimentConfig, folder: Path) -> None:
         "micro_batches": {"count": batches.count, "images": batches.images},
         "sync_bn": batches.spread,
     }
-    with redirect_stdout(io.StringIO()):  # the ranks have printed all of it already
+    with redirect_stdout(io.StringIO()):  # the ranks have already printed the same
         alone = train_steps(config, job["steps"], begin=folder)
         moved: list[Trace] = []
-        for draw in range(_DRAWS):  # another rounding only while something is too far off
+        for draw in range(_DRAWS):  # another perturbation only while something fails
             rounding = Rounding.of(config, draw)
             moved.append(train_steps(config, job["steps"], rounding, begin=folder))
             report |= compare(ranks, alone, moved, tolerance=job["tolerance"])
@@ -200,13 +204,13 @@ def judge(config: ExperimentConfig, folder: Path) -> None:
 class Rounding:
     """The size of the random perturbation of every weight in every step.
 
-    It moves a weight up or down, relative to its value and to its last update (gradients of lower
-    precision make the update that inexact).
+    A weight moves up or down, relative to its value and to its last update (which lower-precision
+    gradients make inexact by that much).
     """
 
     of_weight: float
     of_update: float
-    draw: int = 0  # one of several
+    draw: int = 0  # index of the random draw
 
     @classmethod
     def of(cls, config: ExperimentConfig, draw: int = 0) -> "Rounding":
@@ -218,18 +222,18 @@ class Rounding:
     def move(self, weights: dict[str, paddle.Tensor], before: dict[str, np.ndarray], step: int):
         """Perturbs the weights.
 
-        Args: before: the weights when the last step began.
+        Args: before: the weights at the beginning of the last step.
         """
         rng = np.random.default_rng([step, self.draw])
         for key, weight in weights.items():
             value = _to_float32(weight)
             size = self.of_weight * value + self.of_update * (value - before[key])
-            # Up or down at random, as roundings fall.
+            # Up or down at random, like rounding errors.
             moved = value + size * rng.choice(np.array([-1, 1], np.float32), value.shape)
             weight.set_value(paddle.to_tensor(moved).astype(weight.dtype))
 
 
-@paddle_api.exact_float32()  # TF32 keeps 10 bits: what float32 may be off by would tell nothing
+@paddle_api.exact_float32()  # TF32 keeps 10 bits: float32 tolerances would be meaningless
 def train_steps(
     config: ExperimentConfig,
     steps: int,
@@ -241,11 +245,11 @@ def train_steps(
     """Trains some steps and returns their trace.  Collective.
 
     Args:
-        steps: it takes fewer if the run is shorter.
-        rounding: is done to the weights before every step.  With synchronised statistics one rank
-            then computes batch norm as ranks do, not as it would.
-        keep: a folder in which rank 0 saves what each step begins with, as a checkpoint.
-        begin: such a folder; each step but the first begins with what is saved there.
+        steps: maximum number of steps; fewer if the run is shorter.
+        rounding: perturbs the weights before every step.  With synchronised statistics, one rank
+            then also computes batch norm as several ranks do.
+        keep: folder in which rank 0 saves the state at the beginning of each step, as a checkpoint.
+        begin: such a folder; each step but the first begins with the state saved there.
     """
     with tempfile.TemporaryDirectory() as folder:
         experiment = build_training(
@@ -255,8 +259,8 @@ def train_steps(
     trainer, schedule = experiment.trainer, experiment.trainer.schedule
     step = trainer.train_step
     if rounding is not None and config.train.sync_bn:
-        # Use the batch norm of several ranks here, too: its rounding in every layer adds up to more
-        # than a few roundings of the weights do.
+        # Use the batch norm of several ranks here, too: its rounding errors in all layers add up to
+        # more than a few roundings of the weights do.
         take_sync_batch_norm(step.model)
     count = min(steps, schedule.total_steps)
     parameters = {k: v for k, v in step.model.named_parameters() if not v.stop_gradient}
@@ -307,7 +311,7 @@ def _to_float32(tensor: paddle.Tensor) -> np.ndarray:
 
 
 def _trained_weights(step: TrainStep) -> dict[str, np.ndarray]:
-    """Returns the trained weights; for parameters of a lower precision their float32 masters."""
+    """Returns the trained weights; for lower-precision parameters, their float32 master weights."""
     masters = step.optimizer.masters()
     named = step.model.named_parameters()
     return {key: _to_float32(masters.get(key, p)) for key, p in named if not p.stop_gradient}
@@ -322,15 +326,15 @@ def _sketches(step: TrainStep, weights: dict[str, np.ndarray]) -> dict[str, np.n
 def sketch(arrays: dict[str, np.ndarray]) -> np.ndarray:
     """Projects each array randomly: 64 sums with random signs.
 
-    The signs are the same for the same names.  The L2 norm of a sketch, and of the difference of
-    two, is about that of the arrays: its square has the same mean.  So one keeps every step of a
-    large model.
+    The signs depend only on the names.  The L2 norm of a sketch, or of the difference of two, is
+    about that of the arrays: its square has the same mean.  So sketches make it possible to keep
+    every step of a large model.
     Source: Alon, Matias, Szegedy 1996, "The space complexity of approximating the frequency
     moments", section 2.2.
     """
     rows = [np.zeros(0)]
     for key, value in arrays.items():
-        # Signs by name: two processes sketch the same array alike.
+        # Signs depend on the name: two processes compute the same sketch of an array.
         rng = np.random.default_rng(zlib.crc32(key.encode()))
         signs = rng.integers(0, 2, value.size, np.int8) * np.int8(2) - np.int8(1)
         padded = np.zeros(-(-value.size // _PARTS) * _PARTS)
@@ -351,7 +355,7 @@ def _digest(step: TrainStep) -> np.ndarray:
 
 
 def tolerance_of(config: ExperimentConfig) -> float:
-    """Returns the allowed difference of the ranks at the lowest configured precision."""
+    """Returns the allowed difference at the lowest configured precision."""
     names: list[str] = [config.distributed.gradient_dtype]
     names += [config.train.amp.dtype] if config.train.amp.enabled else []
     return max(TOLERANCES[name] for name in names)
@@ -362,11 +366,12 @@ class Measurement:
     """The largest difference between the ranks and one rank, relative to `allowed`.
 
     Attributes:
-        difference: relative.
-        step: counted from 1.
-        rounding: how far a rounding of the weights carries this step of one rank.
-        allowed: of `difference`.
-        telling_steps: number of steps where so little is allowed that a wrong one is noticed.
+        difference: relative difference in this step.
+        step: number of the step, from 1.
+        rounding: difference that a perturbation of the weights causes in this step of one rank.
+        allowed: maximum allowed `difference`.
+        telling_steps: number of steps with an allowed difference so small that an error would
+            show.
     """
 
     name: str
@@ -382,14 +387,14 @@ class Measurement:
 
 
 def compare(ranks: Trace, alone: Trace, moved: Sequence[Trace], *, tolerance: float) -> Report:
-    """Measures the ranks against one rank, and how much that proves.
+    """Compares the ranks to one rank, and measures how much the comparison proves.
 
     Args:
-        alone: one rank, whose steps begin with what those of the ranks began with.
-        moved: the same, perturbed by roundings.
+        alone: trace of one rank, whose steps begin in the same states as those of the ranks.
+        moved: the same, with perturbed weights.
     """
     measurements = measure(ranks, alone, moved, tolerance=tolerance)
-    # A step tells right from wrong if one of the two does.
+    # A step can show an error if one of the two can.
     rounding_S = np.minimum(
         *(_largest(off, moved, alone) for off in (compare_losses, compare_norms))
     )
@@ -430,16 +435,16 @@ def measure(
 def _largest(
     off_by_step: Callable[[Trace, Trace], np.ndarray], moved: Sequence[Trace], alone: Trace
 ) -> np.ndarray:
-    """Returns how far roundings carry each step, the largest of all draws [S]."""
+    """Returns the largest effect of rounding on each step over all draws [S]."""
     return np.max([off_by_step(trace, alone) for trace in moved], axis=0)
 
 
 def _worst(
     name: str, off_S: np.ndarray, rounding_S: np.ndarray, allowed_S: np.ndarray, limit_S: np.ndarray
 ) -> Measurement:
-    """Picks the step where `off_S` is the largest part of what is allowed.
+    """Picks the step where `off_S` is largest relative to `allowed_S`.
 
-    Args: limit_S: a step where more is allowed proves nothing.
+    Args: limit_S: a step with a larger allowed difference proves nothing.
     """
     index = int(np.argmax(off_S / allowed_S))
     row = float(off_S[index]), index + 1, float(rounding_S[index]), float(allowed_S[index])
@@ -466,11 +471,11 @@ def compare_norms(ranks: Trace, reference: Trace) -> np.ndarray:
 
 
 def compare_updates(ranks: Trace, reference: Trace, *, group: str) -> np.ndarray:
-    """Measures how far apart the updates of each step are, relative to what they lead to [S].
+    """Measures the difference of the updates in each step, relative to the resulting values [S].
 
         |update of ranks - update of reference| / |reference|
 
-    L2 norms of all arrays of a group.
+    L2 norms over all arrays of a group.
     """
     update = ranks[f"after/{group}"] - ranks[f"before/{group}"]
     return _relative(reference, group, reference[f"before/{group}"] + update)
@@ -486,8 +491,7 @@ def _relative(trace: Trace, group: str, rows: np.ndarray) -> np.ndarray:
 def verdict(report: Report) -> str:
     """Returns PASS, FAIL, or INCONCLUSIVE.
 
-    INCONCLUSIVE: for something that was measured, no step could have told the ranks from wrong
-    ones.
+    INCONCLUSIVE: for one of the measurements, no step could have shown an error of the ranks.
     """
     if report["ranks_with_other_weights"] or not all(m["passed"] for m in report["measured"]):
         return "FAIL"
@@ -497,7 +501,7 @@ def verdict(report: Report) -> str:
 
 
 def format_lines(report: Report) -> list[str]:
-    """Formats the table of one number of ranks, with notes and verdict."""
+    """Formats the table for one number of ranks, with notes and verdict."""
     steps, differing = report["steps"], report["ranks_with_other_weights"]
     size = report["micro_batches"]
     batches = f"{size['count']} micro-batch(es) of {size['images']} images"

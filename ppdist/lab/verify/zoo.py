@@ -1,7 +1,7 @@
 """Evaluates published weights and compares them with their published figures.
 
 Each file is evaluated as its publisher did (models/zoo.yml has the protocols), so a difference
-comes from the program: our layers, resizing, suppression and metrics against theirs.
+comes from the code: our layers, resizing, suppression and metrics compared to theirs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from ppdist.models.zoo import (
 )
 from ppdist.models.zoo import published as published_weights
 
-TOLERANCE = 0.3  # points of 100: figures are rounded to 0.1, and runs of one model differ by 0.2
+TOLERANCE = 0.3  # points, 0..100: figures are rounded to 0.1, and runs of one model differ by 0.2
 PASS, FAIL, NOT_COMPARED, NOT_RUN = "PASS", "FAIL", "NOT COMPARED", "NOT RUN"
 
 
@@ -34,8 +34,9 @@ PASS, FAIL, NOT_COMPARED, NOT_RUN = "PASS", "FAIL", "NOT COMPARED", "NOT RUN"
 class Row:
     """The result of one weight file.
 
-    measured, published: 0..100, of `metric`; None: not measured, not published.  protocol: how both
-    are measured.  verdict: PASS, FAIL, NOT COMPARED or NOT RUN, and `why` in the last two cases.
+    measured, published: values of `metric`, 0..100; None if not measured or not published.
+    protocol: how both are measured.  verdict: PASS, FAIL, NOT COMPARED or NOT RUN; `why` is the
+    reason for the last two.
     """
 
     name: str
@@ -53,11 +54,11 @@ class Row:
 def verify_zoo(sources: Sequence[str], overrides: Sequence[str]) -> Iterator[Row]:
     """Evaluates published weights, one row after the other.  Collective.
 
-    A file that cannot be evaluated costs the others nothing.
+    A file that cannot be evaluated does not affect the others.
 
     Args:
-        sources: names of the zoo, files of published names, folders of such.
-        overrides: items of -o, after those of the protocol: where the data are.
+        sources: names in the zoo, files with published names, or folders of such files.
+        overrides: items of -o, such as the location of the data, applied after the protocol's.
     """
     for weights in _expand_folders(sources):
         entry = published_weights(weights)
@@ -73,7 +74,7 @@ def verify_zoo(sources: Sequence[str], overrides: Sequence[str]) -> Iterator[Row
 
 
 def _expand_folders(sources: Sequence[str]) -> Iterator[str]:
-    """Yields the files of folders, by name; anything else as it is."""
+    """Yields the files in folders, ordered by name; yields anything else unchanged."""
     for weights in sources:
         if Path(weights).is_dir():
             yield from (f"{path}" for path in sorted(Path(weights).iterdir()) if path.is_file())
@@ -82,7 +83,7 @@ def _expand_folders(sources: Sequence[str]) -> Iterator[str]:
 
 
 def protocol_config(entry: PublishedWeights, overrides: Sequence[str]) -> ExperimentConfig:
-    """Makes the config that evaluates published weights as their publisher did.
+    """Builds the config that evaluates published weights as their publisher did.
 
     Raises: ConfigError: an item of `overrides` is wrong.
     """
@@ -105,11 +106,11 @@ def _measure_row(entry: PublishedWeights, weights: str, overrides: Sequence[str]
     comm.run_on_all_ranks(lambda: load_all_weights(model, Path(weights), names))
     evaluator = build_evaluator(config, dataset, model)
     speed_up_cpu(config, [model])
-    predictions: Any = evaluator.predict(model)  # boxes, or a ranking: as the evaluator takes them
+    predictions: Any = evaluator.predict(model)  # boxes, or a ranking of classes
 
     def measure() -> float:
         max_detections, metrics = config.evaluate.max_detections, evaluator.measure(predictions)
-        if metric not in metrics:  # VOC's, which no training needs
+        if metric not in metrics:  # VOC metrics, which training does not compute
             metrics = analyse(evaluator.scored, predictions, None, max_detections)["metrics"]
         return round(100 * metrics[metric], 2)
 
@@ -150,7 +151,7 @@ def format_row(row: Row) -> str:
 
 
 def format_listing() -> str:
-    """Lists all published names for the terminal, and which files are on this host."""
+    """Formats a list of all published names for the terminal, and which files are on this host."""
     lines = [f"{'name':30} {'params M':>8}  {'licence':10} {'published':20} here"]
     for entry in zoo().values():
         parameters, figure = number_or_dash(entry.parameters), published_figure(entry)
