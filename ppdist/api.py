@@ -175,7 +175,7 @@ class Detector:
             source: one image gives Detections: uint8 RGB [H, W, 3] (not OpenCV's BGR), a picture of
                 Pillow, a file, its bytes, or an http(s) address.  A list or tuple of these gives a
                 list.  What may hold many gives an iterator, which works as it is read: a folder
-                (searched to its depth), a pattern (`photos/*.jpg`), a .txt with a path or an
+                (searched recursively), a pattern (`photos/*.jpg`), a .txt with a path or an
                 address a line, a video, an rtsp address, the number of a camera, or an iterator of
                 images.
             threshold: lowest score of a box, 0..1; None: the one of the best F1 in the last
@@ -361,7 +361,7 @@ class Detector:
                 where=f"augment={augment}",
             )
         nms = self._model.spec.nms
-        assert nms is not None  # a detector's
+        assert nms is not None  # set for every detector
         predict: Predict
         if scales:
             predict = with_views(self._model, scales, iou=iou, agnostic=agnostic)
@@ -390,13 +390,13 @@ class Detector:
 
 
 def _frames(sources: Sequence[Source], skip: bool) -> Iterator[Frame]:
-    """Yields the frames of sources, with warnings of damaged ones.
+    """Yields the frames of sources, with warnings about damaged frames.
 
     Args: skip: a source that cannot be read is skipped with a warning, not an error.
     """
     read = frames_of if skip else readable_frames
     for given_source in sources:
-        # Messages name the path that users can open.
+        # Messages show a path that users can open.
         source = Source(given_source.place, str(given_source.place))
         yield from read(source, lambda reason: _warn(f"{reason}; skipped"))
 
@@ -415,7 +415,7 @@ def _frame(image: Any, position: int) -> Frame:
 
 
 class Run(_Path):
-    """The output_dir of a training: a path with the numbers of its epochs.
+    """The output_dir of a training run: a path with the numbers of its epochs.
 
     `Run("output/my_run")` opens any run, even one that still trains.
     """
@@ -460,7 +460,7 @@ def train(
         train("ppyoloe_plus_s", {"data.root": "datasets/mine"}, epochs=50)
         train(resume="output/my_run", epochs="+50")
 
-    On several cards write a program that calls it, and start that by `fleetrun`.
+    On several cards write a program that calls it, and start it with `fleetrun`.
 
     Args:
         config: a file, the name of a shipped one, or the result of `load_config`; with `model` the
@@ -499,7 +499,7 @@ def train(
         from ppdist.engine.recipe import TrainOptions
         from ppdist.engine.run import plan_training, run_training
 
-        # A missing path with a model is data, too: then the message is about the data.
+        # With `model`, a missing path counts as data, too, so that the message is about the data.
         is_data = isinstance(source, str | Path) and (
             is_layout(source) or (model is not None and not Path(source).exists())
         )
@@ -530,7 +530,7 @@ def train(
             overrides=override_items(overrides),
             resume=Continuation(resume),
         )
-        # A new run must not write over an earlier one; a resumed one must find its own.
+        # A new run must not overwrite an earlier one; a resumed run must find its own folder.
         free = _free_folder if resume is None else str
         folder = Path(plan.config.output_dir or free("output/run"))
         status = run_training(
@@ -605,7 +605,7 @@ def export(
     from ppdist.engine.build import build_model
     from ppdist.export.run import export_weights
 
-    with device.on_cpu():  # files are the same, and checked without a card's TF32
+    with device.on_cpu():  # same files, and checked without TF32 of a GPU
         model = build_model(resolved)
         return export_weights(resolved, model, file, Path(out), export_options, _warn).directory
 
@@ -638,7 +638,7 @@ def config_for(
     overrides: Sequence[str] = (),
     needs_data: bool = False,
 ) -> ExperimentConfig:
-    """Returns the given configuration, or the one that the weights bring along."""
+    """Returns `config`, or if None the configuration in the weights, with `overrides` applied."""
     if config is None:
         from ppdist.models.model_card import config_of_weights
 
@@ -647,14 +647,14 @@ def config_for(
 
 
 def override_item(key: str, value: str) -> str:
-    """Writes an item of -o whose value is taken literally (`a #b`, `2024`)."""
+    """Formats an item of -o so that its value is taken literally (`a #b`, `2024`)."""
     return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _free_folder(name: str) -> str:
     """Returns the folder, or the first unused one of `name-2`, ...  Collective.
 
-    A job restarted by fleetrun continues in the one it had.
+    A job restarted by fleetrun continues in its earlier folder.
     """
     from ppdist.distributed import comm
 
@@ -670,7 +670,7 @@ def _free_folder(name: str) -> str:
 
 
 def _weights_file(weights: Place) -> Path:
-    """Returns the file of weights; the one place that resolves their names."""
+    """Returns the file of the weights; names of weights are resolved only here."""
     from ppdist.models.weights import checkpoint_of
 
     return checkpoint_of(Path(weights))
@@ -681,9 +681,10 @@ def _weights_file(weights: Place) -> Path:
 
 @contextmanager
 def _restored_signals() -> Iterator[None]:
-    """Restores the caller's signal handlers after a training.
+    """Restores the caller's signal handlers after training or evaluation.
 
-    Raises: ConfigError: not the main thread, the only one that Python lets handle signals.
+    Raises: ConfigError: this is not the main thread, the only one in which Python can set signal
+        handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
@@ -696,12 +697,12 @@ def _restored_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: not Python's
+            if handler is not None:  # None: not set by Python
                 signal.signal(number, handler)
 
 
 def _warn(text: str) -> None:
-    """Warns at the line of the user's code.
+    """Issues a warning that points to the line of the user's code.
 
     In a notebook it prints to stdout instead, because notebooks show stderr in red.
     """

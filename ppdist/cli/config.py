@@ -48,7 +48,7 @@ def main() -> None:
         print(f"wrote {file}; edit it, then: {_usage(file)}")
 
 
-_MODELS = Path(ppdist.__file__).parent / "models"  # read without Paddle
+_MODELS = Path(ppdist.__file__).parent / "models"  # found without importing Paddle
 _LISTING = """\
 Recipes: `ppdist train DATA --model NAME`, or `-c NAME`.  AP: published figure
 of the matching `--weights` on COCO val2017.  We measured the rest: params in

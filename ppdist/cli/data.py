@@ -466,7 +466,7 @@ def anchors(arguments: argparse.Namespace) -> int:
     from ppdist.engine.build import build_model
     from ppdist.models.weights import load_weights
 
-    config: Any = load(arguments)  # of a model with anchors, or else refused
+    config: Any = load(arguments)  # the model must have anchors, see below
     if not hasattr(config.model, "anchors"):
         raise errors.ConfigError(
             f"{config.model.name} has no anchors; only yolov5 has",

@@ -80,7 +80,7 @@ def main() -> int:
             code="options_conflict",
             fix="leave it out",
         )
-    comm.init("cpu", config.distributed)  # files are the same, and checked without a card's TF32
+    comm.init("cpu", config.distributed)  # same files, and checked without TF32 of a GPU
     signal.signal(signal.SIGTERM, stop)  # Ctrl-C does the same
     options = ExportOptions(
         formats=tuple(formats),
