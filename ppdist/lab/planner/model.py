@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from statistics import NormalDist
 
-_BACKWARD = 2 / 3  # of the arithmetic: two matrix products per layer, one in the forward pass
+_BACKWARD = 2 / 3  # of the arithmetic: two matrix products per layer, and one in forward
 # Bytes of the last bucket, whose all-reduce nothing can hide: last_comm_group_size_MB of Paddle's
 # DataParallel is 1.
 _LAST_BUCKET = 1 << 20

@@ -111,7 +111,7 @@ class Setting:
 
     def cells(self) -> list[str]:
         """Returns the setting's row of the table; numbers are means, the last value's
-        with its standard deviation over seeds.
+        is followed by its standard deviation.
         """
         states = [row["state"] for row in self.trials]
         reasons = dict.fromkeys(row["why"] for row in self.trials if row.get("why"))

@@ -45,8 +45,8 @@ from ppdist.config.experiment import load_config
 from ppdist.config.study import PrunerConfig, StudyConfig
 from ppdist.lab.tune.trial import Cell, TrialProcess, grid
 
-# Keys that may differ when a study is started again, because they affect only its size and speed;
-# variants are compared one by one.
+# Keys that may differ when a study is started again, such as its size and speed; variants are
+# compared one by one.
 _CHANGEABLE_KEYS = {
     "name", "trials", "variants", "seeds", "workers",
     "config", "overrides",  # `experiment` covers both
