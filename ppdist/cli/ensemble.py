@@ -73,7 +73,7 @@ def parse_scales(text: str) -> tuple[float, ...]:
         factors = ()
     if not factors or not all(0.1 <= scale <= 10 for scale in factors):
         raise argparse.ArgumentTypeError(
-            f"expected numbers from 0.1 to 10 with commas between them, found {text!r}"
+            f"expected comma-separated numbers between 0.1 and 10, found {text!r}"
         )
     return factors
 

@@ -130,7 +130,7 @@ def run_predict(arguments: argparse.Namespace, measured: Measured) -> dict[str, 
     print_table(heads, map(format_columns, predictions))
     answer = predictions[-1]
     parts = [f"{name} {1000 * part:.1f}" for name, part in asdict(answer.step).items()]
-    print(f"{answer.cluster} cards, milliseconds of a step: {', '.join(parts)}")
+    print(f"{answer.cluster} cards, ms per step: {', '.join(parts)}")
     print("Assumed:", *assumed, sep="\n  - ")
     return {
         "job": asdict(job),
