@@ -5,7 +5,7 @@
 
 The key of an entry consists of the settings that determine the result and of the content identity
 of its sources; a second entry, with the settings alone as its key, lists these sources.  So hosts
-that share a home but have data of their own never map the entries of others.
+that share a home directory but have their own data never map each other's entries.
 
 The ranks of a host share an entry: `read_on_host` lets the first rank read, and the others then
 map what it has cached.  A set that is read quickly, or cannot be cached, is read by every rank.
@@ -39,7 +39,7 @@ _VERSION = (
     f"6 {__version__}"  # raise the number when readers return another result for the same files
 )
 _ALIGNMENT = 64  # bytes: arrays begin at multiples of it
-_SHORT_SECONDS = 0.5  # a set that is read sooner is not worth a file
+_SHORT_SECONDS = 0.5  # a set that is read faster is not worth caching
 _SETTLED_SECONDS = 2.0  # later changes of a file are sure to change its times
 _MOST_BYTES = 16 << 30
 _THREADS = 16  # a network disk answers slowly, but many requests at once
@@ -48,8 +48,8 @@ _THREADS = 16  # a network disk answers slowly, but many requests at once
 class Sources(NamedTuple):
     """The files and folders that a split was read from.
 
-    files: files, and folders of which only the names inside matter.  folders: those whose files all
-    matter, but not their subfolders.
+    files: files, and folders of which only the names inside matter.  folders: folders whose files
+        all matter, but not their subfolders.
     """
 
     files: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Sources(NamedTuple):
 class ReadResult(NamedTuple):
     """A split that was read.
 
-    warnings: lines that reading it logged.  sources: None: unknown, so it is not cached.
+    warnings: lines logged while it was read.  sources: None if unknown; it is then not cached.
     """
 
     dataset: DetectionSet
@@ -69,7 +69,7 @@ class ReadResult(NamedTuple):
 
 @cache
 def _warn_once(reason: str) -> None:
-    """Warns once, as training and validation set have the same reason."""
+    """Warns only once, as the reason is the same for the training and the validation set."""
     _LOGGER.warning("annotations are not kept for the next start: %s", reason)
 
 
@@ -79,8 +79,9 @@ def load_or_read(
     """Loads a split from the cache if nothing has changed; else reads and caches it.
 
     Args:
-        settings: everything but files that determines the result; must survive JSON.
-        force: reads in any case.
+        settings: everything except files that determines the result; must survive a JSON round
+            trip.
+        force: reads the split even if the cache has it.
     Returns: the split, and True if it came from the cache.
     """
     entries = KeyedCache.of_user("annotations", _MOST_BYTES, _warn_once)
@@ -102,7 +103,7 @@ def load_or_read(
     except UnicodeEncodeError:  # a path that is not UTF-8
         return result, False
     if entries.put(key, *parts) and (again := _load_entry(entries, key)) is not None:
-        # Last: the list of sources must not lead to a missing entry.
+        # Written last: the list of sources must not refer to a missing entry.
         entries.put(name, json.dumps(result.sources).encode())
         result = result._replace(dataset=again.dataset)
     return result, False
@@ -113,7 +114,7 @@ def read_on_host(
 ) -> Sequence[DetectionSet | None]:
     """Reads sets on the first rank of a host; the others then map its cache entries.  Collective.
 
-    Args: root: folder of the data on this rank; only ranks with the same one share.
+    Args: root: folder of the data on this rank; only ranks with the same root share an entry.
     Raises: all errors of `read`, on every rank.
     """
     if comm.world_size() == 1:
@@ -164,7 +165,7 @@ def _stat_or_none(path: str) -> os.stat_result | None:
 class _Head(msgspec.Struct):
     """The head of a cache file, before its arrays.
 
-    dataset: without records.  arrays: type, shape and offset of each.
+    dataset: the set without its records.  arrays: type, shape and offset of each array.
     """
 
     dataset: DetectionSet
@@ -189,7 +190,7 @@ def _entry_parts(result: ReadResult) -> list[Any]:
 
 
 def _load_entry(entries: KeyedCache, key: str) -> ReadResult | None:
-    """Maps an entry of the cache, whose memory its arrays share; None: there is none."""
+    """Maps a cache entry into memory, which its arrays share; None if there is no entry."""
     view = entries.map(key)
     if view is None:
         return None

@@ -50,8 +50,8 @@ class Kind(NamedTuple):
     """A kind of issue.
 
     severity: error: training stops or loses images; warning: something is corrected or left out;
-    note: handled, good to know.  training, evaluation, fix: what training, evaluation and
-    `data check --fix` do about it; evaluation "": as training.
+    note: handled, for information only.  training, evaluation, fix: what training, evaluation and
+    `data check --fix` do about it; evaluation "": the same as training.
     """
 
     severity: Severity
@@ -269,8 +269,8 @@ class IssueLog:
     def report(self, *read: RawSet | RawColumns | DetectionSet) -> tuple[str, ...]:
         """Logs the warnings and returns their lines; empty without issues.
 
-        Args: read: the usable part of the split, by which errors count as few or many.
-        Raises: DataError: the first error.
+        Args: read: the usable part of the split; errors count as few or many relative to its size.
+        Raises: DataError: there was an error; the message is about the first one.
         """
         for kind, issue in self._first.items():
             if KINDS[kind].severity == "error":
@@ -300,7 +300,7 @@ def _count_entries(read: RawSet | RawColumns | DetectionSet) -> tuple[int, int]:
 
 
 def _suggest_fix(kind: str, wrong: int, good: int) -> str:
-    """Suggests how to fix wrong entries: leave out few, find the cause of many."""
+    """Suggests how to fix wrong entries: leave them out if they are few, else find the cause."""
     if KINDS[kind].fix == _NOT_FIXED:
         return ""
     if good and wrong <= max(2, _FEW_SHARE * good):
@@ -317,7 +317,7 @@ def ignore_issue(issue: Issue) -> None:
 
 
 class Malformed(Exception):
-    """The error of a part of a file that its reader complains of and leaves out."""
+    """An error in a part of a file; the reader reports an issue and leaves that part out."""
 
     def __init__(self, issue: Issue) -> None:
         super().__init__(issue.text)
@@ -325,7 +325,7 @@ class Malformed(Exception):
 
 
 def abbreviate(names: Sequence[str], limit: int = 10) -> str:
-    """Joins names as `a, b, ...`, with only the first of many."""
+    """Joins names as `a, b, ...`; if there are many, only the first ones."""
     return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
 
 
@@ -340,20 +340,21 @@ def to_detection_set(
 ) -> DetectionSet:
     """Converts annotations to the set that training uses: good boxes in float32.
 
-    An image whose boxes are all dropped is left out: to learn it as background would be wrong.
+    An image whose boxes are all dropped is left out: learning it as background would be wrong.
 
     Args:
         bad_boxes: see BoxPolicy.
         duplicates: `data.duplicate_boxes`.
         masks: keeps the outlines of objects, float32, unchanged even if a box was clipped.
-        notes: corrections made while reading the files, before those made here.
+        notes: lines about corrections made while reading the files, which precede those made here.
         all_images: keeps all images.
-    Raises: DataError: a bad box if the policy is `error`, no good box in images that have boxes.
+    Raises: DataError: a box is bad and the policy is `error`, or images have boxes but none is
+        good.
     """
     columns = RawColumns.of(raw, masks=masks) if isinstance(raw, RawSet) else raw
     policy = BoxPolicy(bad_boxes, columns.source)
     count = len(columns.paths)
-    # Stable, so that objects of an image keep the order of the file.
+    # A stable sort, so that the objects of an image keep their order in the file.
     by_image_O = columns.image_O.argsort(kind="stable")
     repeats_N = np.zeros(count, np.int64)
     if duplicates == "once":
@@ -409,7 +410,7 @@ def to_detection_set(
 def absolute_paths(paths: Iterable[str]) -> list[str]:
     """Makes paths absolute.
 
-    Resolves each folder once, as a million images are in few folders.
+    Resolves each folder only once, as even a million images are in few folders.
     """
     absolute_folders: dict[str, str] = {}
     result = []
@@ -446,7 +447,7 @@ def _lost_line(columns: RawColumns, lost: Sequence[str], background: int) -> str
 class _UsableObjects(NamedTuple):
     """The objects of a split that training can use.
 
-    numbers_O: of these objects, image after image; boxes_O4, area_O: float32.
+    numbers_O: object numbers, image after image; boxes_O4, area_O: float32.
     """
 
     numbers_O: np.ndarray
@@ -475,7 +476,7 @@ def _select_objects(
         )
         numbers_P = numbers_P[used_P]
         area_P, sides_P2 = columns.area_O[numbers_P], boxes_P4[:, 2:] - boxes_P4[:, :2]
-        # Files without areas have none, 0, or one computed from swapped corners.
+        # Without an annotated area the value is missing, 0, or was computed from swapped corners.
         known_P = (area_P > 0) & (area_P < math.inf)
         area_P = np.where(known_P, area_P, sides_P2[:, 0] * sides_P2[:, 1])
         parts.append(_UsableObjects(numbers_P, _float32(boxes_P4), _float32(area_P)))
@@ -487,7 +488,7 @@ def _float32(values: np.ndarray) -> np.ndarray:
         return values.astype(np.float32)
 
 
-_BOX_TEXTS = {  # of a bad box: in an error, and in the summary of a split
+_BOX_TEXTS = {  # texts about a bad box: in an error, and in the summary of a split
     "box_not_finite": ("is not finite", "not finite"),
     "box_swapped": ("has its corners the wrong way round", "corners swapped"),
     "box_no_area": ("has no area", "without area"),
@@ -500,9 +501,9 @@ _BOX_TEXTS = {  # of a bad box: in an error, and in the summary of a split
 class BoxPolicy:
     """A policy for bad boxes, `data.bad_boxes`, applied to a split and reported once.
 
-    `clip` puts swapped corners in order, clips at the border and drops boxes without an area then;
-    `drop` drops every bad box; `error` stops at the first.  Boxes that stick out by less than a
-    pixel are clipped silently.  See `box_problem` for what is bad.
+    `clip` puts swapped corners in order, clips boxes at the border and drops those without an area
+    after that; `drop` drops every bad box; `error` stops at the first.  Boxes that stick out by
+    less than a pixel are clipped silently.  See `box_problem` for what counts as bad.
     """
 
     policy: str
@@ -517,14 +518,14 @@ class BoxPolicy:
         numbers_P: np.ndarray,
         where: Callable[[int], str],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Applies the policy; returns the usable boxes, and which they are.
+        """Applies the policy; returns the usable boxes and a mask that selects them.
 
         Args:
             boxes_P4: float64 x1 y1 x2 y2, pixels.
             sizes_P2: (height, width) of their images, pixels.
-            numbers_P: of the objects.
-            where: names the annotation of an object number, for errors.
-        Returns: [U, 4] float64, inside their images; [P] bool.
+            numbers_P: object numbers.
+            where: returns where an object is annotated, by its number, for error messages.
+        Returns: boxes [U, 4] float64, inside their images; mask [P] bool.
         Raises: DataError: a box is bad and the policy is `error`.
         """
         self._boxes += len(boxes_P4)
@@ -569,7 +570,7 @@ class BoxPolicy:
         return f"{done} of {self._boxes} boxes"
 
     def report(self) -> tuple[str, ...]:
-        """Returns a line for the split; none if every box could be used unchanged."""
+        """Returns one line about the split; no line if every box could be used unchanged."""
         if not self._counts:
             return ()
         return (f"{self.source}: {self.done} (data.bad_boxes: {self.policy})",)
@@ -581,8 +582,8 @@ _ROUNDING = 1.0  # pixels by which a box may stick out unreported: formats round
 def box_problem(box: Box, width: int, height: int) -> str | None:
     """Returns the kind (see KINDS) of the problem of a box, or None.
 
-    Sticking out by up to a pixel is not wrong: formats round, and count from 0 or 1.  A box has an
-    area if it still has one as float32, the type that training uses.
+    A box may stick out by up to a pixel: formats round coordinates, and count them from 0 or 1.  A
+    box has an area if it still has one as float32, the type that training uses.
     """
     if not all(map(math.isfinite, box)):
         return "box_not_finite"
@@ -605,7 +606,7 @@ _PROBLEMS = ("", *_BOX_TEXTS)  # 0: none; a box has the first problem that appli
 def box_problems(boxes_P4: np.ndarray, sizes_P2: np.ndarray) -> np.ndarray:
     """Applies `box_problem` to many boxes: [P] int64, positions in _PROBLEMS.
 
-    Args: as `BoxPolicy.apply`.
+    Args: see `BoxPolicy.apply`.
     """
     with np.errstate(invalid="ignore"):
         cut_P4 = clip_boxes(boxes_P4, sizes_P2)
@@ -627,10 +628,10 @@ def _have_area(boxes_P4: np.ndarray) -> np.ndarray:
 def clip_boxes(boxes_P4: np.ndarray, sizes_P2: np.ndarray) -> np.ndarray:
     """Applies `clip_box` to many boxes.
 
-    Args: as `BoxPolicy.apply`.
+    Args: see `BoxPolicy.apply`.
     """
     limit_P4 = sizes_P2[:, [1, 0, 1, 0]]
-    # Exactly as min and max do, even in the sign of 0.
+    # Gives exactly the results of min and max, even in the sign of 0.
     low_P4 = np.where(boxes_P4 < 0, 0.0, boxes_P4)
     return np.where(limit_P4 < low_P4, limit_P4, low_P4)
 
@@ -670,7 +671,7 @@ def order_box(box: Box) -> Box:
 
 
 def parse_outlines(value: Any) -> tuple[np.ndarray, ...] | None:
-    """Parses outlines from lists of numbers; None: they are something else.
+    """Parses outlines from lists of numbers; None if the value is something else.
 
     Converts each list of [[x1, y1, x2, y2, x3, y3, ...], ...] to float64 [K, 2].  Parts of fewer
     than three points, which have no area, are left out if other parts have one.
@@ -688,7 +689,7 @@ def parse_outlines(value: Any) -> tuple[np.ndarray, ...] | None:
 
 
 def outline_extent(value: Any) -> Box | None:
-    """Returns the box around outlines in the form of files; None: absent or malformed."""
+    """Returns the box around outlines as files store them; None if absent or malformed."""
     outlines = parse_outlines(value)
     if not outlines:
         return None
@@ -717,7 +718,7 @@ def resolve_size(
     complain: Complain,
     opener: Opener = DISK,
 ) -> Size:
-    """Returns the annotated size of an image, or else that of its file, with an issue.
+    """Returns the annotated size of an image, or else reports an issue and reads its file's size.
 
     Args:
         width, height: as annotated; None: missing, or not a number.
@@ -735,8 +736,9 @@ def resolve_size(
 def read_size(path: Path, opener: Opener = DISK) -> Size:
     """Reads the size from the header of an image file.
 
-    Returns: 1x1, not known, for a file that is missing or unreadable: the check of the whole split
-        lists all missing ones at once, and `data.bad_images` decides about the others.
+    Returns: 1x1 with `is_known` False for a file that is missing or unreadable: the check of the
+        whole split lists all missing files at once, and `data.bad_images` decides about unreadable
+        ones.
     """
     size = image_size(path, opener)
     return Size(1, 1, False) if size is None else Size(*size, True)
@@ -746,13 +748,13 @@ LARGEST_AREA = 1e300  # JSON allows integers that no float can hold
 
 
 def parse_area(value: Any) -> float | None:
-    """Parses an area in a file; None: not a finite number."""
+    """Parses an area read from a file; None if it is not a finite number."""
     good = isinstance(value, int | float) and abs(value) < LARGEST_AREA
     return float(value) if good else None
 
 
 def report_repeated_images(images: Sequence[RawImage], complain: Complain) -> None:
-    """Complains of every image that is listed more than once."""
+    """Reports an issue for every image that is listed more than once."""
     seen: set[Path] = set()
     for image in images:
         if image.path in seen:
@@ -792,7 +794,7 @@ SPLIT_WORDS = {
 
 
 def guess_split(name: str) -> str:
-    """Guesses the split from a name like `instances_train2017`; "": none."""
+    """Guesses the split from a name like `instances_train2017`; "" if the name indicates none."""
     words = re.findall("[a-z]+|训练|验证|测试", name.lower())
     return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "")
 
@@ -809,19 +811,19 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
     A name is relative to the folder, or an absolute path of an image.  If there is no such file,
     tries in turn:
 
-    - the name in other bytes: names from an archive made on a Chinese Windows are GBK on disk, on a
-      Western one Windows-1252; macOS separates letters and accents, and Windows separates folders
-      by a backslash.
+    - the name in another encoding: names from an archive made on a Chinese Windows are GBK on disk,
+      on a Western one Windows-1252; macOS separates letters and accents, and Windows separates
+      folders by a backslash.
     - the name with percent-encoding added or removed, as by Label Studio.
-    - the end of the path, because tools write paths of their own machines and folders
+    - the trailing part of the path, because tools write paths of their own machines and folders
       (`data/obj_train_data/a.jpg`, `..\\..\\upload\\a.jpg`).
-    - the only file below the folder with its last part.
+    - the only file below the folder with the same file name.
 
     The last three report an issue.  An image of another split is never taken: a missing training
     image is not the validation image of the same name.
 
-    Returns: a path, of no file if none was found; None, with an issue, if the name leads out of the
-        folder or is not a possible file name.
+    Returns: the path found; the expected path if no such file exists; None, with an issue, if the
+        name leads out of the folder or is not a possible file name.
     """
     path, outside = None, None
     try:
@@ -836,7 +838,7 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
     if path is not None and (is_remote(path) or file_exists(path)):
         return path
     forward = name.replace("\\", "/")
-    # No issue for these: the name is right, and only bytes or separators differ.
+    # No issue for these: the name is right, and only its encoding or separators differ.
     for spelling in (*_other_spellings(name), *_other_spellings(forward)):
         candidate = Path(os.path.normpath(os.path.join(folder, spelling)))
         if candidate.is_relative_to(os.path.normpath(folder)) and file_exists(candidate):
@@ -862,7 +864,7 @@ def _other_spellings(name: str) -> Iterator[str]:
     for encoding in ("gb18030", "cp1252"):
         try:
             yield os.fsdecode(name.encode(encoding))
-        except UnicodeEncodeError:  # the bytes of the disk already, or not of this encoding
+        except UnicodeEncodeError:  # already the bytes on disk, or not in this encoding
             continue
 
 
@@ -892,20 +894,21 @@ def _encoded_names(folder: str) -> dict[str, str]:
 def has_image(folder: str | os.PathLike[str], stem: str) -> bool:
     """Returns True if a folder has an image of exactly this name, whatever its suffix.
 
-    A label of this name belongs to it, and to none whose name differs in percent-encoding.
+    A label file of this name belongs to that image, not to one that differs in percent-encoding.
     """
     suffixes = (form for suffix in IMAGE_SUFFIXES for form in (suffix, suffix.upper()))
     return any(file_exists(os.path.join(folder, f"{stem}{suffix}")) for suffix in suffixes)
 
 
 def _find_by_path_end(folder: str, name: str) -> str:
-    """Finds the file at the longest end of a path that exists below a folder; "": none.
+    """Finds the file at the longest trailing part of a path that exists below a folder, or "".
 
-    Tries the path unchanged, then percent-decoded; finally the only file with its last part.
+    Tries the path unchanged, then percent-decoded; finally takes the only file with the same file
+    name.
     """
     for form in dict.fromkeys((name, unquote(name))):
         parts = [part for part in form.split("/") if part not in ("", os.curdir, os.pardir)]
-        # The whole path was tried before, and its last part alone is a task of `_unique_files`.
+        # The whole path was tried before, and `_unique_files` handles the file name alone.
         for begin in range(1, len(parts) - 1):
             path = os.path.join(folder, *parts[begin:])
             if file_exists(path):
@@ -918,17 +921,17 @@ def _find_by_path_end(folder: str, name: str) -> str:
 def _is_other_split(path: str, name: str, where: str) -> bool:
     """Returns True if a file's folders indicate another split than the requested one.
 
-    The name that was looked for, and the list that contains it, tell the requested split.
+    The requested split is known from the name that was looked for and the list that contains it.
     """
     listing = Path(where)
-    # The name of an XML file is that of its image, which says nothing about the split.
+    # An XML file has the name of its image, which says nothing about the split.
     is_list = listing.suffix.lower() in (".txt", ".json")
     requested = {guess_split_of_path(name), guess_split(listing.stem) if is_list else ""} - {""}
     return bool(requested) and guess_split_of_path(path) not in {*requested, ""}
 
 
 def file_exists(path: str | os.PathLike[str]) -> bool:
-    """Returns True if a file is in its folder, which is listed once until
+    """Returns True if a file is in its folder; lists a folder only once until
     `forget_folder_listings`.
     """
     place, name = os.path.split(path)
@@ -996,7 +999,7 @@ def _folders_below(folder: str | os.PathLike[str]) -> Iterator[tuple[str, list[s
 
 
 def is_ignored(name: str) -> bool:
-    """Returns True if a file or folder is not data, by its name."""
+    """Returns True if the name of a file or folder shows that it is not data."""
     return name.startswith(".") or name == "__MACOSX"
 
 
@@ -1032,7 +1035,7 @@ _ENCODING_NAMES = {"gb18030": "GBK", "cp1252": "Windows-1252"}
 
 
 def guess_encoding(content: bytes) -> str | None:
-    """Guesses the encoding of text that is not UTF-8; None: none fits."""
+    """Guesses the encoding of text that is not UTF-8; None if no encoding fits."""
     return next((encoding for encoding, fits in _GUESSES if fits(content)), None)
 
 
@@ -1043,7 +1046,7 @@ def find_unsupported(path: str | Path) -> str:
     return next(filter(os.path.isfile, files), "")
 
 
-MOST_TEXT = 1 << 34  # 16 GiB; the JSON of two million images has six
+MOST_TEXT = 1 << 34  # 16 GiB; the JSON file of two million images has six
 _PIECE = 1 << 18  # bytes that are decoded at a time
 _XML_ENCODING = re.compile(rb"""<\?xml[^>]{1,60}encoding=["']([\w.-]{1,20})["']""")
 
@@ -1054,8 +1057,8 @@ def read_text(path: Path, complain: Complain | None = None) -> str:
     An encoding other than UTF-8 is declared in the file or guessed, and reported as an issue.
     UTF-8 may begin with a byte order mark.
 
-    Args: complain: gets `encoding` and `line_ends`; without it only UTF-8 is read.
-    Raises: DataError: missing, unreadable, or in another encoding.
+    Args: complain: receives `encoding` and `line_ends` issues; without it only UTF-8 is accepted.
+    Raises: DataError: the file is missing, unreadable, or in an encoding that is not accepted.
     """
     content = _read_content(path, complain)
     try:
@@ -1069,7 +1072,7 @@ def read_text(path: Path, complain: Complain | None = None) -> str:
 def read_utf8(path: Path, complain: Complain) -> bytes:
     """Reads an annotation file as `read_text` does, but returns UTF-8 bytes.
 
-    Of a file in UTF-8, which may be large, memory holds only one copy.
+    Holds only one copy of a UTF-8 file, which may be large, in memory.
     """
     content = _read_content(path, complain)
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -1133,7 +1136,7 @@ def read_text_of_image(path: Path, complain: Complain) -> str:
 
 
 def read_lines(path: Path, complain: Complain | None = None) -> list[str]:
-    """Reads the lines that are not empty, without surrounding blanks."""
+    """Reads the non-empty lines of a file, without surrounding whitespace."""
     text = read_text(path, complain)
     return [line.strip() for line in text.splitlines() if line.strip()]
 
@@ -1141,13 +1144,13 @@ def read_lines(path: Path, complain: Complain | None = None) -> list[str]:
 def write_text(path: Path, text: str) -> None:
     """Writes a new UTF-8 file, and the folders above it.
 
-    Half a surrogate pair, which UTF-8 cannot represent, becomes \\udNNN, which is the same in JSON.
+    A lone surrogate, which UTF-8 cannot represent, becomes \\udNNN, which is the same in JSON.
 
-    Raises: UserError: it cannot be written, or is there already.
+    Raises: UserError: the file cannot be written, or exists already.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # "x": files of the user are never overwritten.
+        # "x": the user's files are never overwritten.
         with open(path, "x", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.write(text)
 
@@ -1166,7 +1169,7 @@ def read_class_lists(folder: Path, complain: Complain | None = None) -> dict[Pat
 
     A line of a list is a name, or `number name`.
 
-    Raises: DataError: one is not text, or they differ.
+    Raises: DataError: a list is not text, or the lists differ.
     """
     names_by_file = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -1176,14 +1179,14 @@ def read_class_lists(folder: Path, complain: Complain | None = None) -> dict[Pat
             numbers = [int(match[1]) for match in numbered if match]
             if numbers == [*range(len(lines))]:
                 lines = [match[2] for match in numbered if match]
-            # Other tools give lists of images such names.
+            # Other tools use such names for lists of images.
             if lines and not any(is_image_name(word) for line in lines for word in line.split()):
                 names_by_file[file] = _require_distinct(tuple(lines), str(file))
     return _require_equal(names_by_file)
 
 
 def _require_equal(names_by_file: dict[Path, tuple[str, ...]]) -> dict[Path, tuple[str, ...]]:
-    """Returns the class names of files, checked to be the same in all.
+    """Returns the class names of files after checking that all files have the same ones.
 
     Raises: DataError: files name the classes differently.
     """
@@ -1203,7 +1206,7 @@ def _require_equal(names_by_file: dict[Path, tuple[str, ...]]) -> dict[Path, tup
 def find_class_names(
     root: Path, configured: tuple[str, ...], complain: Complain | None = None
 ) -> tuple[str, ...]:
-    """Finds the class names, in the order of their numbers; (): none given.
+    """Finds the class names, in the order of their numbers; () if there are none.
 
     They come from data.class_names, or else from the lists in root (see `read_class_lists`) and the
     `names` of YAML files there (the data file of ultralytics).
@@ -1222,13 +1225,13 @@ def find_class_names(
 def read_class_names(file: Path) -> tuple[str, ...]:
     """Reads class names from a file with one per line.
 
-    Raises: DataError: missing, not UTF-8 text, or a name is listed twice.
+    Raises: DataError: the file is missing or not UTF-8 text, or a name is listed twice.
     """
     return _require_distinct(tuple(read_lines(file)), str(file))
 
 
 def report_similar_names(names: Sequence[str], source: str, complain: Complain) -> None:
-    """Complains of class names that were probably meant to be the same."""
+    """Reports issues for class names that probably mean the same class."""
     first_of: dict[str, str] = {}
     for name in names:
         key = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
@@ -1252,12 +1255,12 @@ _MOST_YAML_NODES = 200_000
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """A YAML loader that refuses aliases: ten lines of them can outgrow any memory."""
+    """A YAML loader that rejects aliases: ten lines of them can expand beyond any memory."""
 
     composed = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        # Counted while nodes are made, before they fill the memory.
+        # Counted while nodes are created, before they fill the memory.
         self.composed += 1
         if self.composed > _MOST_YAML_NODES:
             raise yaml.YAMLError("too many nodes")
@@ -1280,7 +1283,7 @@ def _read_data_yaml(file: Path, complain: Complain | None) -> dict[Any, Any]:
 
 
 def read_keypoint_shape(root: Path) -> tuple[int, int] | None:
-    """Reads `kpt_shape` of the data files in root: points, numbers per point."""
+    """Reads `kpt_shape` from the data files in root: number of points, numbers per point."""
     for file in sorted(root.glob("*.y*ml")):
         match _read_data_yaml(file, ignore_issue).get("kpt_shape"):
             case [int(points), int(numbers)]:

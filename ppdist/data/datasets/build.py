@@ -82,11 +82,12 @@ def read_split(
     """Reads one split; every rank gets the same set.
 
     Args:
-        num_classes: of the model; the data must have as many, and an object.  None: any.
+        num_classes: number of classes of the model; the data must have as many classes, and an
+            object.  None: neither is checked.
         masks: keeps the outlines of objects.
         all_images: keeps all images, even beyond the `limit` of the split or without a usable box.
-        annotated: False: also accepts a set without an object.
-    Raises: DataError: missing files, files of another format, bad boxes, other classes.
+        annotated: False: a set without an object is accepted, too.
+    Raises: DataError: files are missing or of another format, a box is bad, or classes differ.
     """
     _configure_storage(config)
     _check_folder(config, split)
@@ -102,7 +103,7 @@ def read_split(
 
 
 def read_annotations(config: DataConfig, split: Split, num_classes: int) -> DetectionSet:
-    """Reads one split with all images as `read_split` does, but these need not exist."""
+    """Reads one split with all images like `read_split`, but the image files need not exist."""
     _configure_storage(config)
 
     def check(dataset: DetectionSet) -> None:
@@ -120,7 +121,7 @@ def _load_or_read(
 ) -> DetectionSet:
     """Reads a split, from the cache if nothing it depends on has changed.
 
-    Raises: DataError: the split cannot be read, or as `check`.
+    Raises: DataError: the split cannot be read, or `check` fails.
     """
     read = partial(_read_split, config, split, masks, all_images)
     fields = {"format", "train", "val", "test", "val_fraction", "class_names"}
@@ -132,7 +133,7 @@ def _load_or_read(
     if from_cache:
         try:
             check(dataset)
-        except DataError:  # reported for the current files
+        except DataError:  # read again: the error must be about the current files
             result, _ = load_or_read(settings, read, force=True)
             dataset = replace(result.dataset, opener=STORAGE)
         else:
@@ -150,13 +151,14 @@ def _configure_storage(config: DataConfig) -> None:
 
 
 def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
-    """Reads a split as in its files, with everything that conversion keeps.
+    """Reads a split as it is in its files, with everything that conversion keeps.
 
-    The objects of classified images have no place: box and size are 0, unknown.
+    The objects of classified images have no location: box and size are 0, unknown.
 
     Args:
-        complain: gets an issue for each faulty part of a file; if it returns, that is left out.
-    Raises: DataError: a file is missing or of another format, or as `check_boxes`.
+        complain: receives an issue for each faulty part of a file; if it returns, the part is left
+            out.
+    Raises: DataError: a file is missing or of another format; see also `check_boxes`.
     """
     _configure_storage(config)
     forget_folder_listings()
@@ -173,7 +175,7 @@ def dataset_from_raw(
 ) -> DetectionSet:
     """Converts a split of `read_raw` to a training set, checked as in `read_split`.
 
-    Raises: DataError: bad boxes, other classes than the model.
+    Raises: DataError: a box is bad, or the classes differ from those of the model.
     """
     if config.task == "classify":
         labels = [(str(image.path), image.objects[0].label) for image in raw.images]
@@ -232,7 +234,7 @@ _SINGLE_FILE_FORMATS = ("coco", "csv")  # formats with one file per split
 def _require_few_files(config: DataConfig, split: Split) -> None:
     """Checks that a format neither reads many small files nor lists folders.
 
-    Raises: DataError: it does.
+    Raises: DataError: it does one of these.
     """
     if config.format in _SINGLE_FILE_FORMATS or config.reader:
         return
@@ -259,7 +261,7 @@ def _split_section(config: DataConfig, split: Split) -> SplitConfig:
 
 
 def _read_split(config: DataConfig, split: Split, masks: bool, all_images: bool) -> ReadResult:
-    """Reads a split from its files: its part, and of that at most `data.*.limit` images."""
+    """Reads a split from its files: only its part, and at most `data.*.limit` images of it."""
     strictly = IssueLog()
     forget_folder_listings()
     if config.task == "classify":
@@ -304,8 +306,8 @@ def _collect_sources(
 ) -> Sources | None:
     """Collects everything that the result of a split depends on.
 
-    Args: read_folders: of the files that were read, which may be anywhere.
-    Returns: None: unknown, as a plug-in reads it, or it is not on disk.
+    Args: read_folders: folders of the files that were read, which may be anywhere.
+    Returns: None if they are unknown, as a plug-in reads the split, or if it is not on disk.
     """
     if config.reader:
         return None
@@ -338,7 +340,7 @@ def _collect_sources(
 
 
 def _read_columns(config: DataConfig, split: Split, complain: Complain, masks: bool) -> RawColumns:
-    """Reads a split of COCO in columns, as training needs it."""
+    """Reads a COCO split in columns, with what training needs."""
     _, (images,) = _find_folders(config, split)
     _, (annotations,) = _annotation_files(config, split)
     given_classes = _given_classes(config, split)
@@ -391,7 +393,7 @@ def _given_classes(config: DataConfig, split: Split) -> GivenClasses:
         return GivenClasses(config.class_names, "data.class_names")
     naming, (annotations,) = _annotation_files(config, split)
     naming = local_copy(naming)
-    # A set that is evaluated without its training set.
+    # The set is evaluated without its training set.
     if naming == annotations or not naming.is_file():
         return FILE_CLASSES
     return GivenClasses(read_index(naming)[1], str(naming))
@@ -413,8 +415,8 @@ def _read_classified(config: DataConfig, split: Split, complain: Complain) -> De
 def _select_part(config: DataConfig, split: Split, paths: Sequence[str]) -> list[bool]:
     """Selects the images of a split from a set that `data.val_fraction` divides: [N] bool.
 
-    Orders images by a digest of (seed, path below data.root); the first ones validate.  So adding
-    or removing an image moves at most one other image between the splits.
+    Orders images by a digest of (seed, path below data.root); the first ones are for validation.
+    So adding or removing an image moves at most one other image between the splits.
     """
     if config.val_fraction is None or split == "test":
         return [True] * len(paths)
@@ -439,8 +441,8 @@ _ANNOTATIONS = {"coco": "JSON file", "csv": "CSV file"}
 def _annotation_files(config: DataConfig, split: Split) -> tuple[Path, tuple[Path, ...]]:
     """Returns the files that may name the classes, and the annotations of this split.
 
-    The first is one of the training split; the annotations are files or folders, none if they are
-    found by the images.
+    The first is a file of the training split; the annotations are files or folders, and empty if
+    they are found by the paths of the images.
     """
     if config.format == "folder":  # the folders of its images name the classes
         return folder_of(config.root, config.train.image_folders[0]), ()
@@ -504,13 +506,13 @@ def _take_subset(config: DataConfig, split: Split, dataset: DetectionSet) -> Det
 def limit_images(dataset: DetectionSet, limit: int | None, key: str) -> DetectionSet:
     """Limits a set to the first `limit` images of `draw_order`.
 
-    They depend on the annotations alone.  The images keep their order, and the set its classes,
-    even those without an object.  A smaller set keeps all images.  Commands report the field
-    `limited`, which describes the result.
+    The choice depends only on the annotations.  The images keep their order, and the set keeps its
+    classes, even those without an object.  A smaller set keeps all images.  Commands report the
+    field `limited`, which describes the result.
 
     Args:
-        limit: images; None: all.
-        key: of the configuration, for that line.
+        limit: number of images; None: all images.
+        key: configuration key of the limit, for the line in `limited`.
     """
     count = len(dataset.records)
     if limit is None:
@@ -544,8 +546,8 @@ def draw_order(records: Records, num_classes: int) -> np.ndarray:
     The order is random with a fixed seed, except that images which show every class come first:
     repeatedly the one with the most classes not covered yet (the earliest of equals).  That greedy
     choice needs at most 1 + ln C times the minimum (Johnson 1974, Approximation algorithms for
-    combinatorial problems, theorem 4).  The images of a smaller limit are among those of a larger
-    one, so curves over the number of images only add images.
+    combinatorial problems, theorem 4).  A larger limit keeps all images of a smaller one, so along
+    a curve over the number of images, images are only added.
 
     Returns: [N] positions in records.
     """
@@ -555,8 +557,8 @@ def draw_order(records: Records, num_classes: int) -> np.ndarray:
     rank_N[order_N] = np.arange(count)
     image_O = records.image_O
     counted_O = ~records.crowd_O
-    # Distinct pairs (image, class), with images as places in the drawn order, so that argmax takes
-    # the earliest of those that add most classes.
+    # Distinct pairs (image, class), with images as positions in the drawn order, so that argmax
+    # takes the earliest of the images that add most classes.
     pairs = np.unique(rank_N[image_O[counted_O]] * num_classes + records.labels_O[counted_O])
     places, labels = np.divmod(pairs, max(1, num_classes))
     first: list[int] = []
@@ -658,7 +660,7 @@ def _is_broken_link(path: str) -> bool:
 def check_classes(dataset: DetectionSet, num_classes: int) -> None:
     """Checks that the data have as many classes as the model.
 
-    Raises: DataError.
+    Raises: DataError: the numbers of classes differ.
     """
     class_count = len(dataset.class_names)
     if class_count != num_classes:
@@ -694,7 +696,7 @@ def has_objects(dataset: DetectionSet) -> bool:
 
 
 def describe_same_sets(config: DataConfig) -> str:
-    """Describes that training and validation use the same data; "": they do not."""
+    """Returns a line if training and validation use the same data; "" if they do not."""
     if config.val_fraction is not None:
         return ""
     root = folder_of(config.root)
@@ -717,7 +719,7 @@ def describe_same_sets(config: DataConfig) -> str:
 def check_same_classes(train: DetectionSet | RawSet, val: DetectionSet | RawSet) -> None:
     """Checks that class numbers mean the same in both splits.
 
-    Readers use the names of the training split for both; a reader of a plug-in may not.
+    Readers use the names of the training split for both; a plug-in's reader may not.
 
     Raises: DataError: the names differ.
     """

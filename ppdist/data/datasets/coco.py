@@ -56,7 +56,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class GivenClasses(NamedTuple):
-    """Class names from elsewhere than the file itself.
+    """Class names from a source other than the file itself.
 
     source: where they are from, for messages: data.class_names, or the file of the training split.
     """
@@ -72,7 +72,8 @@ class Categories(NamedTuple):
     """The categories of a file as classes.
 
     name_of: all categories, by id.  label_of: id -> class, of the categories that are classes.
-    names, ids: of the classes; a result file uses the ids.  given_classes: see `map_categories`.
+    names, ids: class names and category ids; a result file uses the ids.  given_classes: see
+        `map_categories`.
     """
 
     name_of: Mapping[int, str]
@@ -94,13 +95,13 @@ def read_coco(
 
     Class numbers follow category ids, or `given_classes`.  A missing box is computed from the
     outline or mask.  A file without `annotations` lists images to be annotated.  `extra` of an
-    object contains its id, masks that are not polygons (RLE), and unknown keys; that of the set,
-    info and licenses; that of a class, its supercategory and the like.
+    object contains its id, masks that are not polygons (RLE), and unknown keys; `extra` of the set
+    contains info and licenses; that of a class, its supercategory and the like.
 
     Args:
         images: folder that `file_name` is relative to.
         annotations: the JSON file.
-        opener: of the images.
+        opener: opens the images.
     Raises: DataError: the file is not COCO.
     """
     return (
@@ -173,7 +174,7 @@ def _read_parts(file: Path, complain: Complain, optional: str = "") -> dict[str,
 
 
 def _parse_with_json(file: Path, content: bytes) -> dict[str, Any]:
-    """Parses what msgspec refuses, in ten times its memory: NaN, infinity, half a surrogate pair.
+    """Parses JSON that msgspec rejects (NaN, infinity, lone surrogates), in ten times its memory.
 
     Raises: DataError: it is not a JSON object.
     """
@@ -190,7 +191,7 @@ def _parse_with_json(file: Path, content: bytes) -> dict[str, Any]:
 
 
 def _require_once(file: Path, content: bytes) -> None:
-    """Refuses a file with two lists of the same name, of which parsers take the last."""
+    """Rejects a file with two lists of the same name, as parsers would keep only the last."""
     keys = json.loads(  # parse_int: Python refuses int of more than 4300 digits
         content, parse_int=float, object_pairs_hook=lambda pairs: [key for key, _ in pairs]
     )
@@ -210,7 +211,7 @@ def _decode_value(entry: Any) -> Any:
 
 
 def _parse_int(digits: str) -> int | float:
-    """Parses an integer; beyond 4000 digits, which Python refuses, it becomes infinite."""
+    """Parses an integer; one of more than 4000 digits, which Python rejects, becomes infinity."""
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
@@ -234,7 +235,7 @@ class _Image(msgspec.Struct, gc=False):
     width: _Side
 
 
-# gc=False: millions of them live for a moment, and none is part of a cycle.
+# gc=False: millions of these objects are short-lived, and none is part of a reference cycle.
 class _Annotation(msgspec.Struct, gc=False):
     """An annotation in the usual form."""
 
@@ -249,7 +250,7 @@ class _Annotation(msgspec.Struct, gc=False):
 
 _decode_image = msgspec.json.Decoder(_Image).decode
 _decode_annotation = msgspec.json.Decoder(_Annotation).decode
-# Errors of an entry that is unusual, or decoded already.
+# Errors raised by an entry that is unusual, or already decoded.
 _UNUSUAL = (msgspec.DecodeError, TypeError, KeyError, RecursionError)
 _PLAIN_NAME = re.compile(r"(?:[^./\\\0:][^/\\\0:]*/)*[^./\\\0:][^/\\\0:]*")
 _PROGRESS_STEP = 10_000  # entries between two signs of progress
@@ -261,7 +262,8 @@ _Keep = Literal["boxes", "outlines", "everything"]
 class _Object(msgspec.Struct, gc=False):
     """A usable object.
 
-    position: of its image, or _UNUSED.  identity: its id; other_id: one that is not an integer.
+    position: position of its image, or _UNUSED.  identity: its id; other_id: an id that is not an
+        integer.
     outline: its `segmentation`.  extra: other keys.
     """
 
@@ -277,7 +279,7 @@ class _Object(msgspec.Struct, gc=False):
 
 
 class _CocoFile:
-    """The usable images and objects of a COCO file, in columns; complains of the others.
+    """The usable images and objects of a COCO file, in columns; reports the others.
 
     Attributes: extra, class_extras: see RawSet.
     """
@@ -300,7 +302,7 @@ class _CocoFile:
         self._lost: Counter[int] = Counter()  # by position
         self._positions, self._labels, self._crowds = array("q"), array("q"), array("b")
         self._boxes, self._areas = array("d"), array("d")
-        # Ids, or the numbers of objects without one.  Ids that are not integers are rare.
+        # Ids, or object numbers for objects without an id.  Ids that are not integers are rare.
         self._ids, self._has_id = array("q"), array("b")
         self._odd_ids: dict[int, Any] = {}
         self._outlines: list[tuple[np.ndarray, ...]] = []
@@ -322,7 +324,7 @@ class _CocoFile:
         return self
 
     def add_images(self, entries: Sequence[Any]) -> None:
-        """Adds the images; of two with the same id only the first."""
+        """Adds the images; if several have the same id, only the first."""
         first: dict[int, int] = {}  # entry number by id
         paths: set[str] = set()
         for number, entry in enumerate(entries):
@@ -427,7 +429,7 @@ class _CocoFile:
             )
 
     def _parse_usual(self, entry: Any) -> _Object | None:
-        """Parses an annotation that fits the schema, of a known image and class; else None."""
+        """Parses an annotation that fits the schema and has a known image and class; else None."""
         try:
             annotation = _decode_annotation(entry)
             position, label = (
@@ -450,7 +452,7 @@ class _CocoFile:
         )
 
     def _parse_unusual(self, entry: Any, number: int) -> _Object | None:
-        """Parses an annotation key by key; None, with an issue: it cannot be used."""
+        """Parses an annotation key by key; None, with an issue, if it cannot be used."""
         entry = _decode_value(entry)
         fields: Mapping[str, Any] = entry if isinstance(entry, dict) else _NOTHING
         image_id, category_id = fields.get("image_id"), fields.get("category_id")
@@ -497,7 +499,7 @@ class _CocoFile:
         )
 
     def _add_outline(self, annotation: _Object) -> None:
-        """Adds outline and further keys of the last object."""
+        """Adds the outline and further keys of the last object."""
         given = _decode_value(annotation.outline)
         is_mask = isinstance(given, dict)
         outlines = () if is_mask else parse_outlines([] if given is None else given)
@@ -575,7 +577,7 @@ class _CocoFile:
 
 
 def _repeated_positions(ids_N: np.ndarray) -> np.ndarray:
-    """Returns the positions of ids that occur before."""
+    """Returns the positions of ids that have occurred before."""
     if (ids_N[1:] > ids_N[:-1]).all():
         return np.zeros(0, np.int64)
     _, first = np.unique(ids_N, return_index=True)
@@ -616,10 +618,10 @@ def map_categories(
     complain: Complain,
     given_classes: GivenClasses = FILE_CLASSES,
 ) -> Categories:
-    """Maps categories to classes: merges equal names, drops a mere group.
+    """Maps categories to classes: merges equal names, and drops a category that only groups others.
 
     Args:
-        used: finds the ids that annotations use, which few files need.
+        used: finds the ids that annotations use; called only for the few files that need it.
         given_classes: the classes, to which categories are mapped by name; without them, all names
             in the order of their ids.
     Raises: DataError: an entry is malformed.
@@ -627,7 +629,7 @@ def map_categories(
     name_of = _names_by_id(entries, file)
     group_id = _find_group(entries, used)
     of_classes = {i: name for i, name in name_of.items() if i != group_id}
-    # A category that is given as a class is no mere group.
+    # A category that is listed as a class does not only group others.
     if group_id is not None and name_of[group_id] in {*given_classes.names} - {
         *of_classes.values()
     }:
@@ -743,12 +745,12 @@ def _collect_class_extras(
 
 
 def _text_note(value: Any) -> str:
-    """Returns " is text" for a string, as messages show numbers without their quotes."""
+    """Returns " is text" for a string, as messages show numbers in strings without quotes."""
     return " is text" if isinstance(value, str) else ""
 
 
 def parse_int64(value: Any) -> int | None:
-    """Returns a value, possibly 3.0, as an int of 64 bits; None: it is none."""
+    """Returns a value such as 3 or 3.0 as a 64-bit int; None if it is not an integer."""
     if type(value) is float and value.is_integer():
         value = int(value)
     return value if type(value) is int and abs(value) < 2**63 else None
@@ -780,7 +782,7 @@ def _parse_box(entry: Mapping[str, Any]) -> Box | str:
 
 
 def _mask_extent(mask: Mapping[str, Any]) -> Box | None:
-    """Computes the box of a run-length mask, columns first; None: empty or malformed.
+    """Computes the box of a column-major run-length mask; None if empty or malformed.
 
     Source: github.com/cocodataset/cocoapi, common/maskApi.c, rleToBbox.
     """
@@ -836,10 +838,10 @@ def write_coco(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def coco_content(raw: RawSet, names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Builds the content of a COCO file, for `json`, from which `read_coco` reads the same set.
+    """Builds the content of a COCO file, for `json`; `read_coco` reads the same set from it.
 
     Args:
-        names: of the images, relative to their folder.
+        names: image names, relative to their folder.
     Returns: the content; a line for each kind of property that COCO cannot represent.
     """
     used = {
@@ -896,7 +898,7 @@ def _make_annotation(
         "category_id": category_ids[annotation.label],
         "bbox": bbox,
         "iscrowd": int(annotation.crowd),
-        # pycocotools needs an area; 0 is read back as none, too.
+        # pycocotools needs an area; 0 is read back as no area, too.
         "area": bbox[2] * bbox[3] if annotation.area is None else _shorten(annotation.area),
     }
     if annotation.polygons:
@@ -906,7 +908,7 @@ def _make_annotation(
 
 
 def _format_bbox(box: Box) -> list[float]:
-    """Formats a box as COCO's [x, y, w, h] in shortest form, right edge exact."""
+    """Formats a box as COCO's [x, y, w, h] with the shortest sides that give exact edges."""
     x1, y1, x2, y2 = box
     return [_shorten(value) for value in (x1, y1, _shortest_side(x1, x2), _shortest_side(y1, y2))]
 

@@ -66,21 +66,22 @@ def convert(
 
     Boxes read back exactly (from YOLO's fractions within 1e-12 pixels, exactly in float32); so do
     ids, areas, outlines, crowds and further properties if the format can represent them.  Images
-    with the same name get a number, and names become UTF-8.  Left out are boxes that are not
-    finite, images with only such boxes (they are not background), and images of unknown size.
-    YOLO's fractions refer to the pixels in the file: annotations of the stored, not turned image
-    are turned with it; others of another size are left out with their image.
+    with the same name get a number, and names become UTF-8.  Boxes that are not finite, images with
+    only such boxes (they are not background), and images of unknown size are left out.  YOLO's
+    fractions refer to the pixels in the file: annotations of the stored image, before it is turned
+    upright, are turned with it; those for any other size are left out with their image.
 
     Args:
-        out: a folder, made if needed; several splits may share it.
-        images: copy: into out; link: symbolic links there; none: they stay in place (not for YOLO,
-            which finds labels by the path of the image).
-        split: its name there.
-        shard_bytes: writes the copies into tar shards, which end beyond this size (COCO only).
+        out: a folder, created if needed; several splits may share it.
+        images: copy: copies into out; link: symbolic links there; none: images stay where they are
+            (not for YOLO, which finds labels by the path of the image).
+        split: name of the split in out.
+        shard_bytes: writes the copies into tar shards, each ended once it reaches this size (COCO
+            only).
     Returns: a line for each kind of loss or change.
     Raises: DataError: there are no boxes, the format cannot distinguish the classes, or a split of
-        this name exists.  UserError: a file cannot be written.  StorageError.  Then no file of the
-        split is left.
+        this name exists.  UserError: a file cannot be written.  StorageError: a store stays
+        unavailable.  After an error no file of the split is left.
     """
     _require_convertible(raw, form, out, images, split)
     with remove_on_failure(list_targets(out, form, images, split)):
@@ -97,7 +98,7 @@ def list_targets(out: Path, form: Format, images: Images, split: str) -> list[Pa
 
 @contextmanager
 def remove_on_failure(targets: Sequence[Path]) -> Iterator[None]:
-    """Deletes these if the block fails, as a later run would refuse to overwrite them."""
+    """Deletes these paths if the block fails, as a later run would refuse to overwrite them."""
     try:
         yield
     except BaseException:  # an interrupt, too
@@ -166,7 +167,7 @@ def _annotation_file(form: Format, split: str) -> str:
     return f"annotations/instances_{split}.json" if form == "coco" else f"{split}.txt"
 
 
-# Line ends for Python, and characters that a text file may not contain.
+# Characters that end a line in Python, and those that a text file may not contain.
 _FORBIDDEN = re.compile("[\x00-\x1f\x7f\x85\u2028\u2029\ufffe\uffff\ud800-\udfff]")
 
 
@@ -193,7 +194,7 @@ def _require_convertible(raw: RawSet, form: Format, out: Path, images: Images, s
                     fix="use --image-files copy",
                 )
     for target in list_targets(out, form, images, split):
-        # Not `exists`: a link to nothing would be overwritten, too.
+        # Not `exists`: a dangling link would be overwritten, too.
         if os.path.lexists(target):
             raise DataError(
                 "already exists",
@@ -257,7 +258,7 @@ _DEEPEST = 50  # nested lists and mappings
 
 
 def _replace_not_finite(value: Any, lost: Counter[str], depth: int = 0) -> Any:
-    """Replaces NaN, infinity and too deep nesting by null, for JSON."""
+    """Replaces NaN, infinity and values nested too deep with null, for JSON."""
     if isinstance(value, dict | list) and depth == _DEEPEST:
         lost["further properties: nested too deeply, become null"] += 1
         return None
@@ -287,7 +288,7 @@ def _merge_repeated(raw: RawSet, lines: list[str]) -> RawSet:
 
 
 def match_file_sizes(raw: RawSet, lines: list[str]) -> RawSet:
-    """Changes annotations to the size of the image file, to which YOLO's fractions refer."""
+    """Adapts annotations to the size of the image file, to which YOLO's fractions refer."""
     images, turned, mismatched = [], 0, []
     for image in raw.images:
         frame, size = read_header(image.path, raw.opener), (image.width, image.height)
@@ -308,7 +309,7 @@ def match_file_sizes(raw: RawSet, lines: list[str]) -> RawSet:
 
 
 def turn_annotations(image: RawImage, frame: ImageHeader) -> RawImage:
-    """Turns the annotations of stored pixels, as the image is turned."""
+    """Turns annotations of the stored pixels in the same way as the image."""
     objects = []
     for annotation in image.objects:
         x1, y1, x2, y2 = annotation.box
@@ -351,7 +352,7 @@ def _common_folder(raw: RawSet) -> str:
 
 
 def _path_beside_shard(path: Path) -> str:
-    """Returns the absolute path; of an image in a shard, the path beside its shard."""
+    """Returns the absolute path of an image; if it is in a shard, a path beside that shard."""
     place = place_in_shard(absolute(path))
     return absolute(path) if place is None else os.path.join(place.folder, place.name)
 
@@ -359,7 +360,7 @@ def _path_beside_shard(path: Path) -> str:
 def _choose_names(raw: RawSet, folder: str, lines: list[str], *, by_key: bool) -> list[str]:
     """Chooses the new name of each image relative to its folder, unique by path.
 
-    Args: by_key: names also differ without their suffixes, as label files need.
+    Args: by_key: names also differ without their suffixes, as label files require.
     """
     name_of: dict[Path, str] = {}
     taken: set[str] = set()
@@ -419,7 +420,7 @@ def _write_classes(raw: RawSet, out: Path, split: str) -> None:
     if not written:
         write_text(file, _format_data_yaml(raw, [split]))
     elif file.is_file() and file.read_text(encoding="utf-8") == expected:
-        # Unchanged since another split was written.
+        # The file is unchanged since another split was written.
         with writing(file):
             replace_file(file, _format_data_yaml(raw, [*splits, split]).encode())
 
@@ -477,7 +478,7 @@ def _describe_absent(absent: Sequence[str]) -> str:
 
 
 def _read_content(source: str, opener: Opener) -> bytes | None:
-    """Reads an image of a store, shard or disk; None: unreadable."""
+    """Reads an image file from a store, a shard or a disk; None if it is unreadable."""
     try:
         return opener.read(source, MOST_BYTES)
     except OSError:
@@ -523,7 +524,7 @@ def _write_shards(
 
 
 def _choose_shard_names(names: Sequence[str]) -> list[str]:
-    """Chooses names without dots in the stem, at the first of which the key of WebDataset ends."""
+    """Chooses names without dots in the stem, as WebDataset's key ends at the first dot."""
     result: dict[str, str] = {}
     taken: set[str] = set()
     for name in dict.fromkeys(names):
@@ -545,7 +546,8 @@ _NAME = re.compile(r"[\w-]+")
 def parse_shares(texts: Sequence[str]) -> dict[str, float]:
     """Parses parts and their shares from texts like `train=0.8`.
 
-    Raises: ConfigError: malformed, fewer than two parts, or the shares do not add up to 1.
+    Raises: ConfigError: a text is malformed, there are fewer than two parts, or the shares do not
+        add up to 1.
     """
     shares: dict[str, float] = {}
     for text in texts:
@@ -583,10 +585,10 @@ def make_folds(count: int) -> dict[str, Collection[int]]:
 
 
 def group_by_content(paths: Sequence[str]) -> np.ndarray:
-    """Groups files of equal bytes: int64 [N], the same number for equal files.
+    """Groups files with the same content: int64 [N], the same number for equal files.
 
-    Reads only files of equal length, so a set without copies costs one stat call per file.  A
-    missing image is a group of its own.
+    Reads only files that have the same length as another, so a set without copies costs one stat
+    call per file.  A missing image forms a group of its own.
     """
     same_length: defaultdict[int, list[int]] = defaultdict(list)
     group_N = np.arange(len(paths))
@@ -607,7 +609,7 @@ _STREAM = 7  # of random numbers, beside those of training
 def divide(
     classes: Sequence[np.ndarray], group_N: np.ndarray, shares: Sequence[float], seed: int
 ) -> np.ndarray:
-    """Divides images into parts: int64 [N], the part of each, a function of the arguments.
+    """Divides images into parts: int64 [N], the part of each; depends only on the arguments.
 
     Distributes the rarest class first, then the rarest of the remaining ones: each image goes to
     the part that lacks most of the class; among equals, to the one that lacks most images.  If a
@@ -617,9 +619,9 @@ def divide(
     Args:
         classes: the classes of the objects in each image.
         group_N: see `group_by_content`.
-        shares: of the parts, each above 0, with sum 1.
+        shares: shares of the parts, each above 0, with sum 1.
     Source: Sechidis et al. 2011, "On the stratification of multi-label data", ECML PKDD,
-        algorithm 1; we added groups, and that every part gets rare classes.
+        algorithm 1; groups, and rare classes in every part, are our additions.
     """
     share_P = np.asarray(shares, np.float64)
     groups, of_group_N = np.unique(group_N, return_inverse=True)
@@ -672,7 +674,7 @@ def _union_classes(
 
 
 def table_of_parts(dataset: DetectionSet, part_N: np.ndarray, parts: int) -> list[list[str]]:
-    """Makes table rows: image counts by part, in all and by class."""
+    """Builds table rows: image counts by part, in total and by class."""
     shown_CP = _count_images(dataset, part_N, parts)
     sizes_P = np.bincount(part_N, minlength=parts)
     rows = [["any", *map(str, (len(part_N), *sizes_P))]]
@@ -708,7 +710,7 @@ def write_parts(
     parts_of_file: Mapping[str, Collection[int]],
     out: Path | None,
 ) -> list[Path]:
-    """Writes the files of one part or several.
+    """Writes the files of one or several parts.
 
     Entries and lines are copied from the divided file.  COCO: a JSON file with the same
     categories and everything else outside the lists; VOC and YOLO: a list of images; CSV: the
@@ -717,12 +719,13 @@ def write_parts(
     Args:
         config: its `train` split is divided.
         dataset: that split.
-        part_N: the number of the part of each record.
+        part_N: part number of each record.
         parts_of_file: name -> numbers of the parts in its file, in their original order; the file
             has the name of the divided one, followed by `_` and this name.
-        out: the folder; None: that of the divided file (of a folder: data.root).
-    Raises: DataError: a file would be empty, the file has other images than the set, or a list
-        could not refer to its labels.  UserError: a file exists, or cannot be written.
+        out: the output folder; None: the folder of the divided file (data.root if the set is a
+            folder).
+    Raises: DataError: a file would be empty, the images of the file are not those of the set, or a
+        list could not refer to its labels.  UserError: a file exists, or cannot be written.
     """
     empty = [name for name, parts in parts_of_file.items() if not np.isin(part_N, [*parts]).any()]
     if empty:
@@ -750,7 +753,7 @@ def write_parts(
             where=", ".join(existing),
             fix="remove it, or choose --out",
         )
-    # All texts before the first file, so that an error leaves none.
+    # All texts are built before the first file is written, so that an error leaves no file.
     texts = _split_texts(config, dataset, part_N, [*parts_of_file.values()])
     for file, text in zip(files, texts):
         make_parent(file)
@@ -854,7 +857,7 @@ def data_section(
     """Returns the `data:` section that uses the result of `write_parts`, as YAML.
 
     The first file trains and the second evaluates.  Class names are included if each part would
-    otherwise have its own.
+    otherwise derive its own.
     """
     root = os.path.abspath(config.root)
     data: dict[str, Any] = {"format": "csv" if config.format == "folder" else config.format}
