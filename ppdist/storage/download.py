@@ -4,8 +4,9 @@
     FILE.lock                   one process of a host downloads, the others wait for it
     FILE                        appears by a rename, when all bytes are there and the checksum holds
 
-http takes only the standard library: docs/dev/libraries.md says what packages for this lack.
-Proxies are those of the environment.  A file of another store is read in parts (`_StoreResponse`).
+http needs only the standard library: docs/dev/libraries.md explains what packages for this purpose
+lack.  Proxies are taken from the environment.  A file of another store is read in parts
+(`_StoreResponse`).
 """
 
 import hashlib
@@ -39,13 +40,13 @@ from ppdist.storage import stores
 _LOGGER = logging.getLogger("ppdist.data")
 
 _BLOCK_BYTES = 1 << 18
-_PART_BYTES = 4 << 20  # of one request to a store
+_PART_BYTES = 4 << 20  # bytes per request to a store
 _MAX_ATTEMPTS = 1 << 12  # each may bring only a few bytes
 _REPORT_SECONDS = 5.0
 _MAX_RECORD_BYTES = 1 << 16  # bytes of FILE.part.json
 # Short, so that a silent server gets several attempts in the half minute of `with_retries`.
 _TIMEOUT_SECONDS = 10.0
-# Statuses of a server that is busy, restarting, or cannot reach its own; the others are final.
+# Statuses of a server that is busy, restarting, or cannot reach its upstream; others are final.
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 _KEEP_PROXIES = "_original"  # fleetrun renames http_proxy for its ranks, as Paddle's launcher does
 
@@ -63,21 +64,22 @@ def download(
     say: Callable[[str], None] = _ignore,
     timeout: float = _TIMEOUT_SECONDS,
 ) -> str:
-    """Downloads a file atomically, unless it is already there.
+    """Downloads a file atomically, unless it already exists.
 
-    Waits until no other process of this host downloads it.  Retries after a cut, a silent server
-    and responses such as 503, from where it stopped if the server supports that; so does a later
-    call.
+    Waits while another process on this host downloads it.  Retries after a lost connection, a
+    silent server or a response such as 503, and resumes where it stopped if the server supports
+    that; so does a later call.
 
     Args:
         url: http or https.
-        file: destination; its folder is made.
+        file: destination; its folder is created.
         sha256: hexadecimal; None: none is published, and only the number of bytes is checked.
         fix: what else the user can do, for messages.
-        say: gets a line every few seconds.
-        timeout: seconds without any byte after which the connection counts as cut.
+        say: receives a progress line every few seconds.
+        timeout: seconds without any byte after which the connection counts as lost.
     Returns: the SHA-256 of the file, hexadecimal.
-    Raises: UserError: refused, unreachable, checksum mismatch, or disk full.
+    Raises: UserError: the server refuses or is unreachable, the checksum differs, or the disk is
+        full.
     """
     make_folder(file.parent)
     with _locked_part(file, say) as part:
@@ -115,11 +117,11 @@ def download(
 
 
 def local_copy(path: Path) -> Path:
-    """Returns a local file as it is, or downloads a file of a store, once per host.
+    """Returns the path of a local file unchanged, or downloads a file from a store, once per host.
 
-    Other processes and later runs reuse it.
+    Other processes and later runs reuse the download.
 
-    Raises: UserError: it cannot be fetched or written.  StorageError.
+    Raises: UserError: it cannot be fetched or written.  StorageError: the store stays unavailable.
     """
     if not addresses.is_remote(path):
         return path
@@ -143,7 +145,7 @@ def local_copy(path: Path) -> Path:
             current = False
         if not current:
             _download_part(url, part, _check_address(url), _LOGGER.info, _TIMEOUT_SECONDS)
-            # The version last: a crash between the two only repeats the download.
+            # The version is written last: a crash between the two only repeats the download.
             with writing(file):
                 part.replace(file)
                 replace_file(version, expected.encode())
@@ -176,7 +178,7 @@ def sha256_of(file: Path) -> str:
 
 @contextmanager
 def _locked_part(file: Path, say: Callable[[str], None]) -> Iterator[Path]:
-    """Locks a file against downloads by other processes of this host.
+    """Locks a file against downloads by other processes on this host.
 
     Yields: the path to write to.
     """
@@ -192,9 +194,9 @@ def _locked_part(file: Path, say: Callable[[str], None]) -> Iterator[Path]:
                     reported = now
                     waited = f"({now - begin:.0f} s)"
                     say(f"waiting for another process that downloads {file.name} {waited}")
-                # Polls, as a lock that blocks would leave the user without a line.
+                # Polls, as a blocking lock would leave the user without a message.
                 time.sleep(0.1)
-        except OSError:  # no locks on this file system: each downloads alone, from the start
+        except OSError:  # no locks on this file system: each process downloads the whole file
             yield file.with_name(f"{file.name}.{os.getpid()}.part")
         else:
             yield file.with_name(f"{file.name}.part")
@@ -207,7 +209,7 @@ def _download_part(
 ) -> bool:
     """Downloads all bytes of the file into `part`.
 
-    Repeats a request that ended early at once, and one that brought no byte after a pause.
+    Immediately repeats a request that ended early; repeats one that brought no byte after a pause.
 
     Returns: True if it continued an earlier download.
     Raises: StorageError: the server stays unreachable.  UserError: it refuses.
@@ -239,7 +241,7 @@ def _request_rest(
 
     Returns: (resumed, reason): True if it continued an earlier download; why it ended before the
     end of the file, "" if it did not.
-    Raises: UserError: refused.
+    Raises: UserError: the server refuses.
     """
     # Not compressed: offsets and lengths have to be those of the file.
     headers, offset = {"Accept-Encoding": "identity", "User-Agent": "ppdist"}, 0
@@ -288,7 +290,7 @@ def _length_of(response: Any, url: str, fix: str) -> int:
 
     Raises: UserError: it is not a file, or its length is unknown.
     """
-    # Login pages of networks answer every address, with status 200.
+    # Login pages of networks answer requests for any address, with status 200.
     if "text/html" in (response.headers.get("Content-Type") or ""):
         raise UserError(
             "the server sent a web page instead of the file: a login page of the network, or the "
@@ -329,7 +331,8 @@ def _copy(response: Any, part: Path, offset: int, total: int, say: Callable[[str
                 reported, rate = now, (offset - first) / 1e6 / (now - begin)
                 say(f"{part.stem}: {offset / 1e6:.1f} of {total / 1e6:.1f} MB, {rate:.1f} MB/s")
         with writing(part):
-            # Before the file is renamed: a power cut must not leave its name on missing bytes.
+            # Before the file is renamed: a power cut must not leave the final name on an incomplete
+            # file.
             os.fsync(output.fileno())
     return offset
 
@@ -351,7 +354,7 @@ def _open_url(url: str, headers: Mapping[str, str], timeout: float) -> Any:
 
 
 class _StoreResponse:
-    """A file of a store with the interface of an HTTP response."""
+    """A file in a store, with the interface of an HTTP response."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         try:

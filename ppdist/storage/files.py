@@ -19,10 +19,10 @@ from ppdist.storage.shards import find_member, forget_index, index_of, open_memb
 
 
 class StorageOpener(Opener):
-    """An opener for shards and stores; files of a disk go to the disk opener that it extends."""
+    """An opener for shards and stores; files on disk go to the disk opener that it extends."""
 
     def open(self, path: str | Path) -> BinaryIO:
-        """Opens a file of a disk, shard or store for reading.  Raises: OSError, StorageError."""
+        """Opens a file on disk, in a shard or a store.  Raises: OSError, StorageError."""
         text, place = _locate(path)
         if place is not None:
             return open_member(place)
@@ -37,14 +37,14 @@ class StorageOpener(Opener):
     def read(self, path: str | Path, most_bytes: int) -> bytes:
         """Reads all bytes of a file.
 
-        Raises: OSError: also if it has more than `most_bytes`.  StorageError.
+        Raises: OSError: the file cannot be read, or has more than `most_bytes`.  StorageError.
         """
         text, place = _locate(path)
         if not is_remote(text):
             if place is None:
                 return super().read(text, most_bytes)
             return read_member(place, most_bytes)
-        # A server may not tell the size, so one byte more than allowed shows that there are too
+        # A server may not report the size, so one byte more than allowed shows that there are too
         # many.
         with self.open(text) as file:
             content = file.read(most_bytes + 1)
@@ -70,7 +70,7 @@ class StorageOpener(Opener):
     def identity_of(self, path: str) -> Identity:
         """Returns the content identity of a file.
 
-        Of a server that cannot list folders it is unknown (size 0, no mark); no request is sent.
+        On a server that cannot list folders it is unknown (size 0, no mark); no request is sent.
         """
         text, place = _locate(path)
         remote = is_remote(text)
@@ -93,7 +93,7 @@ class StorageOpener(Opener):
 
 
 def _locate(path: str | os.PathLike[str]) -> tuple[str, Place | None]:
-    """Gives the path, of one in a store its URL; and its place in a shard, if it leads there."""
+    """Returns the path, or the URL if in a store; and the location in a shard, if any."""
     text = os.fspath(path)
     text = addresses.absolute(text) if is_remote(text) else text
     return text, place_in_shard(text)
@@ -112,7 +112,7 @@ def forget_listings(folders: Collection[str]) -> None:
 def list_absent(folder: str, names: Collection[str]) -> list[str] | None:
     """Lists the missing images of a store or shard.
 
-    Returns: None: the store cannot list its folders.
+    Returns: None if the store cannot list its folders.
     Raises: OSError: the folder or the index of its shards cannot be read.
     """
     place = place_in_shard(f"{folder}/{next(iter(names))}")

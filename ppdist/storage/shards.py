@@ -3,9 +3,10 @@
     FOLDER/train-000000.tar      a plain tar: KEY.jpg, KEY.json, KEY.jpg, ...
     FOLDER/index.csv             name,shard,offset,size of every image: where its bytes lie
 
-A shard is to us a folder of images: FOLDER/train-000000.tar/KEY.jpg.  So a sample is read by its
-position, in any order, by any rank, from a disk or a store.  KEY.json has the image's entries of
-COCO's JSON, for WebDataset's readers; ours take the JSON file of the whole split.
+ppdist treats a shard as a folder of images: FOLDER/train-000000.tar/KEY.jpg.  So a sample is read
+by its position, in any order, by any rank, from a disk or a store.  KEY.json has the image's
+entries from COCO's JSON, for WebDataset's readers; ppdist's readers use the JSON file of the whole
+split.
 """
 
 import csv
@@ -36,7 +37,7 @@ _HEADER_BYTES = tarfile.BLOCKSIZE
 class Member(NamedTuple):
     """An index entry: location of an image's content in a shard.
 
-    offset, size: in bytes; mark: of the index that lists them.
+    offset, size: in bytes; mark: mark of the index that lists them.
     """
 
     offset: int
@@ -47,13 +48,13 @@ class Member(NamedTuple):
 class ShardIndex:
     """An index of the shards in a folder: the offset and size of every image.
 
-    Flat arrays sorted by a digest of `SHARD/NAME`: 24 bytes an image, shared by forked workers.
+    Flat arrays sorted by a digest of `SHARD/NAME`: 24 bytes per image, shared by forked workers.
     """
 
     def __init__(self, content: bytes, where: str) -> None:
         """Parses an index.
 
-        Args: content: of index.csv; where: its path, for messages.
+        Args: content: content of index.csv; where: its path, for messages.
         Raises: OSError: it is not an index, lists an image twice, or has a negative number.
         """
         try:
@@ -91,7 +92,7 @@ class ShardIndex:
 
 
 def _digest(text: str) -> int:
-    # 64 bits: among a million names two are equal with a probability of 3e-8, which is noticed.
+    # 64 bits: two of a million digests are equal with a probability of 3e-8, which is noticed.
     return int.from_bytes(hashlib.blake2b(os.fsencode(text), digest_size=8).digest(), "little")
 
 
@@ -133,7 +134,7 @@ def open_member(place: Place) -> BinaryIO:
 
     Reads only the requested bytes of the shard.
 
-    Raises: OSError: absent, unreadable, or the index is of other shards.
+    Raises: OSError: the image is absent or unreadable, or the index belongs to other shards.
     """
     member = find_member(place)
     shard = os.path.join(place.folder, place.shard)
@@ -141,7 +142,7 @@ def open_member(place: Place) -> BinaryIO:
         return io.BytesIO(read_member(place, member.size))
     file = open_file(shard)
     try:
-        # The bytes of an outdated index would be those of another image, without any error.
+        # With an outdated index, the bytes would be those of another image, without any error.
         header = os.pread(file.fileno(), _HEADER_BYTES, member.offset - _HEADER_BYTES)
         _require_header(header, member, place)
         return io.BufferedReader(_Span(file, member.offset, member.size), 1 << 16)
@@ -151,9 +152,9 @@ def open_member(place: Place) -> BinaryIO:
 
 
 def read_member(place: Place, most_bytes: int) -> bytes:
-    """Reads a whole image in a shard, in one request.
+    """Reads a whole image from a shard, in one request.
 
-    Raises: OSError: as `open_member`, or it has more bytes than that.
+    Raises: OSError: see `open_member`; or the image has more than `most_bytes`.
     """
     member = find_member(place)
     shard = os.path.join(place.folder, place.shard)
@@ -176,7 +177,7 @@ def _require_header(header: bytes, member: Member, place: Place) -> None:
 
     Raises: OSError: it is the header of another file.
     """
-    # POSIX.1-1988's fields, which tarfile takes twice as long as the rest of reading to understand.
+    # Fields of POSIX.1-1988; parsing them with tarfile takes twice as long as the rest of reading.
     name, size, kind = header[:100].rstrip(b"\0"), header[124:136].rstrip(b" \0"), header[257:262]
     same_size = kind == b"ustar" and size == b"%011o" % member.size
     if same_size and name and os.fsencode(place.name).startswith(name):
@@ -186,7 +187,7 @@ def _require_header(header: bytes, member: Member, place: Place) -> None:
 
 
 class _Span(io.RawIOBase):
-    """A range of bytes of a file as a file of its own; closing it closes that file."""
+    """A range of bytes of a file, as a file of its own; closing it closes the underlying file."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._at = file, begin, length, 0
@@ -225,8 +226,8 @@ class ShardWriter:
         """Creates a writer.
 
         Args:
-            folder: exists and is empty.
-            split: begins the name of every shard.
+            folder: an existing, empty folder.
+            split: prefix of the name of every shard.
             shard_bytes: a shard that has reached this size takes no further image.
         """
         self._folder, self._split, self._shard_bytes = folder, split, shard_bytes
@@ -256,12 +257,12 @@ class ShardWriter:
     def close(self) -> int:
         """Closes the last shard and writes the index.
 
-        Returns: how many shards there are.
+        Returns: number of shards.
         """
         with writing(self._folder / INDEX_FILE):
             if self._tar is not None:
                 self._tar.close()
-            # "x": an index that exists belongs to other shards.
+            # "x": an existing index belongs to other shards.
             with open(self._folder / INDEX_FILE, "x", encoding="utf-8", newline="") as file:
                 csv.writer(file, lineterminator="\n").writerows([_COLUMNS, *self._rows])
         return self._shards
@@ -270,7 +271,7 @@ class ShardWriter:
         if self._tar is not None:
             self._tar.close()
         name = self._shard_name(self._shards)
-        # GNU's: the block before a content is its own header, however long the name.
+        # GNU format: the block before a file's content is its header, however long the name.
         self._tar = tarfile.open(  # noqa: SIM115
             self._folder / name, "x", format=tarfile.GNU_FORMAT
         )
@@ -281,7 +282,7 @@ class ShardWriter:
 
     def _append(self, tar: tarfile.TarFile, name: str, content: bytes) -> int:
         """Appends a file to a shard; returns the offset of its content in bytes."""
-        entry = tarfile.TarInfo(name)  # of no owner and no time: the same set gives the same bytes
+        entry = tarfile.TarInfo(name)  # no owner and no time: the same set gives the same bytes
         entry.size, entry.mode = len(content), 0o644
         tar.addfile(entry, io.BytesIO(content))
         return int(tar.offset) - -(-len(content) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE

@@ -1,8 +1,8 @@
 """Object stores: files at s3://, gs://, http:// and others, through fsspec.
 
 Every failure is an OSError, as with a disk: FileNotFoundError, PermissionError.  If the same
-request may succeed later, it is sent again (common/retry.py), at last a StorageError.  No message
-contains a key, a token or a library's own text.
+request may succeed later, it is sent again (common/retry.py), and finally becomes a StorageError.
+No message contains a key, a token or a library's own text.
 
 `Path` and `os.path` collapse double slashes, so `s3:/bucket/key` is read as `s3://bucket/key`.
 Event loops and clients do not survive a fork: each process opens its own at its first request.
@@ -28,7 +28,7 @@ from ppdist.common.opener import Identity
 from ppdist.common.retry import unavailable, with_retries
 
 _LOGGER = logging.getLogger("ppdist.data")
-_PROTOCOLS = ("s3://", "s3a://", "gs://", "gcs://")  # to which a run can write
+_PROTOCOLS = ("s3://", "s3a://", "gs://", "gcs://")  # stores to which a run can write
 _CREDENTIALS = (
     "give credentials as the store's own tools take them (AWS_PROFILE, AWS_ACCESS_KEY_ID, "
     "AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS), with the right to list, read, write and "
@@ -40,7 +40,7 @@ _PASSING_STATUS = (408, 425, 429)
 _T = TypeVar("_T")
 _MAX_IDENTITIES = 1 << 16
 _HTTP = ("http:", "https:")
-# What a server's headers, or a store's description, may have to tell contents apart.
+# Fields in a server's headers, or a store's description, that distinguish contents.
 _VALIDATORS = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "updated", "created")
 
 
@@ -48,7 +48,7 @@ _VALIDATORS = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "update
 class _Settings:
     """Settings of this process.
 
-    cache: None: no caching.  seconds: timeout of a request.
+    cache: None disables caching.  seconds: timeout of a request.
     """
 
     cache: KeyedCache | None = None
@@ -63,7 +63,7 @@ _RUN = uuid.uuid4().hex  # mark of files without one: valid in this process and 
 
 
 def copies_folder() -> Path:
-    """Returns the folder of the local copies of whole files of stores."""
+    """Returns the folder for local copies of whole files from stores."""
     home = user_cache()
     folder = Path(tempfile.gettempdir()) / f"ppdist-stores-{os.getuid()}"
     return (folder if home is None else home / "stores") / "copies"
@@ -73,7 +73,7 @@ def configure(cache_bytes: int, seconds: float) -> None:
     """Configures how this process and its forks access stores from now on.
 
     Args:
-        cache_bytes: limit of the cached images; 0: none are cached.
+        cache_bytes: limit on the size of the cached images; 0 disables caching.
         seconds: timeout of a request.
     """
     home = user_cache()
@@ -100,7 +100,7 @@ def identity_of(path: str | os.PathLike[str]) -> Identity:
 
 
 def listed_identity(url: str) -> Identity | None:
-    """Returns the identity in a cached listing of the file's folder; None: there is none."""
+    """Returns the identity from a cached listing of the file's folder; None if there is none."""
     folder, _, name = url.rpartition("/")
     return (_listings.get(folder) or {}).get(name)
 
@@ -108,7 +108,7 @@ def listed_identity(url: str) -> Identity | None:
 def cached_identity(path: str | os.PathLike[str]) -> Identity:
     """Returns the content identity of one file, from earlier listings and requests if possible.
 
-    Those are forgotten by `forget_listings`.  Raises: OSError, StorageError.
+    `forget_listings` discards these.  Raises: OSError, StorageError.
     """
     url = absolute(path)
     identity = listed_identity(url) or _identities.get(url)
@@ -123,7 +123,7 @@ def _remember_identity(url: str, identity: Identity) -> Identity:
 
 
 def list_folder(folder: str) -> Mapping[str, Identity] | None:
-    """Lists the files of a folder, once per process; None: http cannot list.
+    """Lists the files of a folder, once per process; None for http, which cannot list.
 
     Raises: OSError: FileNotFoundError if the folder does not exist.  StorageError.
     """
@@ -152,7 +152,7 @@ def forget_listings(folders: Iterable[str]) -> None:
 def fetch(
     path: str | os.PathLike[str], begin: int = 0, length: int | None = None, use_cache: bool = True
 ) -> bytes:
-    """Reads a file of a store, or a part of it, from the cache if possible.
+    """Reads a file in a store, or a part of it, from the cache if possible.
 
     Cached content belongs to one content identity, or to this run if the file has none.
 
@@ -206,10 +206,10 @@ def find_mark(headers: Mapping[str, Any], *, strong: bool = False) -> str:
 
 
 def write(url: str, content: bytes, *, only_new: bool = False) -> None:
-    """Writes a small object as a whole.
+    """Writes a small object in one request.
 
-    Args: only_new: by a conditional put (If-None-Match): of several writers one succeeds.
-    Raises: OSError: FileExistsError: `only_new`, and the object exists.  StorageError.
+    Args: only_new: uses a conditional put (If-None-Match): only one of several writers succeeds.
+    Raises: OSError: FileExistsError if `only_new` and the object exists.  StorageError.
     """
     arguments = {"mode": "create"} if only_new else {}
     seconds = request_seconds(len(content))
@@ -217,19 +217,19 @@ def write(url: str, content: bytes, *, only_new: bool = False) -> None:
 
 
 def upload(file: Path, url: str) -> None:
-    """Writes a file that nobody changes into a store; the object appears as a whole.
+    """Uploads a file that nobody is changing to a store; the object appears only when complete.
 
     Raises: OSError, StorageError.
     """
-    # Parts of 50 MiB are in memory: of s3fs ten unless it is told.
+    # Parts of 50 MiB are held in memory; s3fs holds ten of them unless it is limited.
     arguments = {"max_concurrency": 2} if url.startswith(("s3:", "s3a:")) else {}
     _copy(url, "put_file", (str(file), url), file.stat().st_size, **arguments)
 
 
 def download(url: str, file: Path, size: int) -> None:
-    """Reads an object of a store into a new file.
+    """Downloads an object from a store into a new file.
 
-    Args: size: its bytes, as `list_below` returns them.
+    Args: size: its size in bytes, as returned by `list_below`.
     Raises: OSError, StorageError.
     """
     _copy(url, "get_file", (url, str(file)), size)
@@ -249,9 +249,9 @@ def delete(url: str) -> None:
 
 
 def list_below(folder: str) -> dict[str, int]:
-    """Lists the objects below a folder at any depth: relative name -> bytes.
+    """Lists the objects below a folder at any depth: relative name -> size in bytes.
 
-    Names that no path below the folder has, such as `../x`, are left out.
+    Names that are not paths below the folder, such as `../x`, are left out.
     Raises: OSError, StorageError.
     """
     entries = _call_filesystem(folder, "find", seconds=_LISTING_SECONDS, detail=True)
@@ -290,9 +290,9 @@ def place_of_run(output_dir: str | os.PathLike[str]) -> str:
 
 
 def require_writable(url: str) -> str:
-    """Checks that a run can write to a store, by an object that it deletes; returns a line.
+    """Checks that a run can write to a store, with an object that is then deleted; returns a line.
 
-    Raises: UserError, StorageError: it cannot.
+    Raises: UserError, StorageError: the run cannot write there.
     """
     probe = f"{url}/.ppdist-{uuid.uuid4().hex}"
     with explained(url):
@@ -325,7 +325,7 @@ def explained(url: str) -> Iterator[None]:
 
 
 def copy_command(path: str | os.PathLike[str]) -> str:
-    """Returns the command that copies a folder of a store to a disk; "": the path is none there."""
+    """Returns the command that copies a store's folder to a disk; "" if there is none."""
     copy = {"s3": "aws s3 sync", "gs": "gcloud storage cp -r"}
     url = absolute(path)
     tool = copy.get(url.partition("://")[0]) if is_remote(path) else None
@@ -333,7 +333,7 @@ def copy_command(path: str | os.PathLike[str]) -> str:
 
 
 def request_seconds(size: int) -> float:
-    """Returns the timeout of a request that sends or receives so many bytes."""
+    """Returns the timeout of a request that sends or receives this many bytes."""
     return _settings.seconds + size / _SLOWEST_BYTES_PER_SECOND
 
 
@@ -351,8 +351,8 @@ def _call_filesystem(
 
     Args:
         seconds: timeout of the request.
-        values, arguments: of the method, behind the path.
-    Raises: as `_request`.
+        values, arguments: positional (after the path) and keyword arguments of the method.
+    Raises: see `_request`.
     """
     url = absolute(path)
     filesystem = _open_once(url)
@@ -371,7 +371,7 @@ def _get_http(url: str, begin: int, end: int | None) -> tuple[bytes, Identity]:
     if end is not None:
         headers["Range"] = f"bytes={begin}-{end - 1}"
 
-    # fsspec returns only the content, but its mark has to be of the same response.
+    # fsspec returns only the content, but its mark has to come from the same response.
     async def get() -> tuple[bytes, str]:
         session, options = await filesystem.set_session(), dict(filesystem.kwargs)
         options["headers"] = {**options.get("headers", {}), **headers}
@@ -412,7 +412,7 @@ def _open_filesystem(protocol: str, url: str) -> Any:
         import fsspec
 
         for library in ("botocore", "aiobotocore", "s3fs", "fsspec", "gcsfs"):
-            # They log where they found credentials.
+            # These libraries log where they found credentials.
             logging.getLogger(library).setLevel(logging.ERROR)
         # fsspec would cache file systems across forks, and listings until the process ends.
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}

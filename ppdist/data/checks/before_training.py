@@ -41,8 +41,8 @@ _EXAMPLES = 3
 class Checked(NamedTuple):
     """The result of the check, for both splits.
 
-    train, val: with `unreadable` set; val is None if none was given.
-    lines: what to warn of, one for each kind and split; the same on every rank.
+    train, val: with `unreadable` set; val is None if there is no validation split.
+    lines: warnings, one for each kind and split; the same on every rank.
     pixels: fingerprint of the training images, as far as they were checked; "": unknown.
     """
 
@@ -55,15 +55,15 @@ class Checked(NamedTuple):
 def check_before_training(
     config: DataConfig, train: DetectionSet, val: DetectionSet | None, workers: int
 ) -> Checked:
-    """Checks the images of both splits as `data.check_images` says.  Collective.
+    """Checks the images of both splits according to `data.check_images`.  Collective.
 
     Rank 0 checks and all ranks get its result, so all leave out the same images; they wait as long
-    as it makes progress.  The result is cached in $XDG_CACHE_HOME or ~/.cache: the next start
+    as rank 0 makes progress.  The result is cached in $XDG_CACHE_HOME or ~/.cache: the next start
     compares only times and sizes of the files.
 
     Args:
         workers: child processes that check images.
-    Raises: DataError: a bad image if data.bad_images is `error`; a split without a good one.
+    Raises: DataError: an image is bad and data.bad_images is `error`; a split has no good image.
     """
     if config.check_images == "none":
         return Checked(train, val, ())
@@ -107,7 +107,7 @@ def _cached_result(
     cache = KeyedCache.of_user(
         "checks", _MOST_BYTES, lambda reason: _LOGGER.info(not_cached, reason)
     )
-    # A change of an image without a mark would not be noticed.
+    # A change to an image without a mark would go unnoticed.
     cacheable = cache is not None and all((keys_N != _UNKNOWN).all() for keys_N in keys.values())
     name = "\n".join(os.path.abspath(dataset.source) for dataset in sets.values())
     summary = hashlib.blake2b(digest_size=16)
@@ -144,7 +144,7 @@ def _check_images(records: Records, opener: Opener, *, decode: bool, workers: in
     The images of a restarted job were there before: if some are missing, they are checked again
     once their storage is back.
 
-    Raises: StorageError: it stays unavailable.
+    Raises: StorageError: the storage stays unavailable.
     """
 
     def check(positions: Sequence[int]) -> list[ImageCheck]:
@@ -249,14 +249,14 @@ def _summarize(
                 f"validation split too, by content: scores will be too good; "
                 f"first: {', '.join(leaking[:_EXAMPLES])}"
             )
-    # In order and without paths: equal sets have the same fingerprint on every host.
+    # Hashed in order and without paths: equal sets have the same fingerprint on every host.
     digests = [check.digest for _, check in checked["train"]]
     fingerprint = hashlib.blake2b("\n".join(digests).encode(), digest_size=16).hexdigest()
     return {"bad": bad, "lines": lines, "pixels": fingerprint if all(digests) else ""}
 
 
 _PROBED = 8  # images of a folder that are opened to find out if its storage is available
-_VERSION = 8  # of the cached result: raise it when the check of an image changes
+_VERSION = 8  # of the cached result: increase it when the check of an image changes
 
 
 def map_in_threads(function: Callable[[int], int], count: int, progress: Progress) -> np.ndarray:
@@ -269,7 +269,7 @@ _MOST_BYTES = 1 << 30
 
 
 def _image_keys(records: Records, opener: Opener, decode: bool) -> np.ndarray:
-    """Computes a key of everything that the check of each image depends on, int64 [N].
+    """Computes, per image, a key of everything that its check depends on, int64 [N].
 
     That is its path, its annotated size, and its content identity (the ctime changes with
     permissions, too).  _UNKNOWN: changes cannot be detected.

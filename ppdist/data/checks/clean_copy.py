@@ -17,7 +17,7 @@ from ppdist.data.datasets.build import check_same_classes
 from ppdist.data.datasets.convert import Format, Images, convert
 from ppdist.data.types import RawImage, RawSet
 
-_EXCLUDING_KINDS = (  # of issues that leave out their image
+_EXCLUDING_KINDS = (  # kinds of issues whose image is left out
     "annotation_unreadable",
     "image_missing",
     "image_empty",
@@ -29,7 +29,7 @@ _EXCLUDING_KINDS = (  # of issues that leave out their image
     "size_mismatch",
     "image_objects_lost",  # last: any other kind is the better reason
 )
-# Kinds that need no step: readers leave these parts out, or writers write them right.
+# Kinds that need no step here: readers leave the faulty parts out, or writers correct them.
 _FIXED_BY_WRITING = (
     "annotation_missing",
     "annotation_line",
@@ -65,14 +65,14 @@ class Cleaned(NamedTuple):
 
 
 def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cleaned:
-    """Writes both splits to a new folder, fixed as annotations.KINDS says.
+    """Writes both splits to a new folder, with the fixes that annotations.KINDS describes.
 
     In the result `validate` finds only notes, and warnings that only the owner of the set can
-    decide on: classes with nearly equal names, and one set for both splits.  The folder gets all of
-    it or nothing.
+    decide on: classes with nearly equal names, and one set for both splits.  The folder receives
+    the complete copy or nothing.
 
     Args:
-        form: format to write, that of the data or another.
+        form: format to write, which may be that of the data or another one.
         out: a folder that is empty or does not exist yet.
         images: see `convert`.
     Raises: DataError: no good image or no object is left in a split, the classes of the splits
@@ -112,8 +112,9 @@ def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cl
 def _choose_left_out(report: Report) -> dict[str, dict[str, str]]:
     """Chooses the images that the copy leaves out: split -> path -> kind.
 
-    These are images that cannot be used; of the rest, training images that validation has, too;
-    then all but the first of equal ones.  So one of equal images always stays.
+    These are images that cannot be used; of the rest, training images that are also in the
+    validation split; then all but the first of equal images.  So one of several equal images is
+    always kept.
     """
     train, val = report.splits["train"], report.splits["val"]
     result = {split: _unusable_images(validated) for split, validated in report.splits.items()}
@@ -159,8 +160,7 @@ def _clean(raw: RawSet, left_out: Mapping[str, str], done: Counter[str]) -> RawS
 
 
 def _write(raws: Mapping[str, RawSet], form: Format, out: Path, images: Images) -> list[str]:
-    """Writes the copy under another name, then renames it, so that a failure leaves nothing
-    there.
+    """Writes the copy under another name, then renames it, so that a failure leaves nothing behind.
     """
     make_folder(out)
     if any(out.iterdir()):
@@ -168,7 +168,7 @@ def _write(raws: Mapping[str, RawSet], form: Format, out: Path, images: Images) 
             "is not empty", code="folder_not_empty", where=str(out), fix="choose a new folder"
         )
     with writing(out):
-        # In `out`, as a rename is only atomic on one file system.
+        # Inside `out`, as a rename is only atomic within one file system.
         draft = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=out))
     lines = []
     try:

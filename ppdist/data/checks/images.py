@@ -1,8 +1,8 @@
 """Checks of image files, and groups of equal ones.
 
 Threads read headers.  Child processes decode pixels: a decoder that crashes or hangs does not stop
-its rank, and its file is named.  What no header shows, such as damaged pixels or an image that uses
-few of its 16 bits, the workers of the loader find in training.
+its rank, and its file is named.  Defects that no header shows, such as damaged pixels or an image
+that uses few of its 16 bits, are found by the workers of the loader during training.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ from ppdist.runtime.decoder import (
 class ImageFile(NamedTuple):
     """An image file to check.
 
-    size: (width, height) in pixels as annotated, None: unknown.
+    size: (width, height) in pixels as annotated; None if unknown.
     """
 
     path: str
@@ -54,12 +54,13 @@ class ImageFile(NamedTuple):
 
 
 class ImageCheck(NamedTuple):
-    """The check of one file.
+    """The result of checking one file.
 
-    problem: why the image cannot be used; None: it can.
+    problem: why the image cannot be used; None if it can.
     notes: kinds of unusual properties.
-    digest: equal for files of equal content; of all bytes, or of head, tail and length.
-    certain: the digest is of all bytes.
+    digest: equal for files of equal content; computed from all bytes, or from head, tail and
+        length.
+    certain: the digest was computed from all bytes.
     passing: the problem may disappear without a change of the file: no permission, no memory, a
         decoder that was killed.
     """
@@ -113,7 +114,7 @@ def iterate_in_threads(
 
     Args: done: called with the number of results since the last call.
     """
-    # Several at a time, as a task of its own costs more than a header on a fast disk.
+    # Several at a time, as a task per file costs more than reading a header from a fast disk.
     batch = min(max(count // (8 * _THREADS), 1), _MOST_AT_ONCE)
 
     def call_batch(begin: int) -> list[T]:
@@ -126,9 +127,9 @@ def iterate_in_threads(
 
 
 def check_listing(path: str, opener: Opener) -> ImageCheck:
-    """Checks an image by the listing of its store, without opening it.
+    """Checks an image using the listing of its store, without opening it.
 
-    Finds out only if it exists and is not empty.
+    Finds out only whether it exists and is not empty.
     """
     try:
         identity = opener.identity_of(path)
@@ -153,7 +154,7 @@ def find_duplicates(images: CheckedImages, opener: Opener) -> dict[str, str]:
 
 
 def find_leaks(train: CheckedImages, val: CheckedImages, opener: Opener) -> dict[str, str]:
-    """Finds training images that validation has: path -> path of its duplicate there."""
+    """Finds training images that are also in validation: path -> path of the duplicate there."""
     held = {path for path, _ in val}
     result = {path: path for path, _ in train if path in held}
     images = [*train, *val]
@@ -223,14 +224,14 @@ def check_images(
 
     Args:
         workers: child processes, at least 1.
-        timeout: seconds after which a child that is still at one file counts as hung.
+        timeout: seconds after which a child that is still checking the same file counts as hung.
         done: see `check_files`.
     Raises: StorageError: a store stays unavailable.
     """
     checks: list[ImageCheck | None] = [None] * len(files)
     waiting = deque(range(len(files)))
     crashes: Counter[int] = Counter()
-    # Eight files per child at least, as forking one takes longer than checking a few.
+    # At least eight files per child, as forking one takes longer than checking a few files.
     children = [_Child(files) for _ in range(min(max(workers, 1), -(-len(files) // 8)))]
     try:
         while any(child.busy for child in children) or waiting:
@@ -282,7 +283,7 @@ class _Child:
             return
 
     def receive(self) -> tuple[int, ImageCheck] | None:
-        """Receives an answer; None: a sign of life, or `ended` is set."""
+        """Receives an answer; None if it is only a sign of life, or if `ended` is set."""
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError):
@@ -321,7 +322,7 @@ def _receive_answers(children: list[_Child], timeout: float) -> Iterator[tuple[i
 def _serve(pipe: "Connection[Any, Any]", files: Sequence[ImageFile], parent: int) -> None:
     """Runs a child until its parent ends.
 
-    It also stops within an image, which may never end.
+    It also stops in the middle of an image, whose decoding may never end.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its children
@@ -361,7 +362,7 @@ def check_image(
     Unavailable storage is no property of the image.
 
     Args:
-        size: (width, height) of its annotation; None: unknown.
+        size: (width, height) as annotated; None if unknown.
         decode: decodes its pixels, on which a decoder may crash or hang, so `check_images` calls
             this in a child process.  Else reads its header and its end (0.1 to 0.4 ms).
     Raises: StorageError: its store stays unavailable.
@@ -412,7 +413,7 @@ def _check_content(
 
 
 def _find_unreadable(file: BinaryIO, path: str) -> Damage | None:
-    """Finds out if OpenCV cannot read a file without a usable header; None: it may."""
+    """Returns why OpenCV cannot read a file without a usable header; None if it may be able to."""
 
     def read(offset: int, count: int) -> bytes:
         file.seek(offset)
@@ -426,7 +427,7 @@ def _find_unreadable(file: BinaryIO, path: str) -> Damage | None:
     return None
 
 
-# By Pillow's name of the format; an MPO is a JPEG followed by further images.
+# Keyed by Pillow's format name; an MPO is a JPEG followed by further images.
 _SUFFIXES = {**FORMATS, "MPO": FORMATS["JPEG"]}
 _BITS_PER_SAMPLE = 258  # tag of TIFF: bits of each channel
 
@@ -444,7 +445,7 @@ class _Header(NamedTuple):
 def _jpeg_header(head: bytes, path: str) -> _Header | None:
     """Reads the header from the first bytes of a usual JPEG, six times as fast as `_pillow_header`.
 
-    Returns: None: the file is not one.
+    Returns: None if the file is not a usual JPEG.
     """
     usual = usual_jpeg(head, upright=True) if head.startswith(JPEG) else None
     if usual is None:
@@ -455,7 +456,7 @@ def _jpeg_header(head: bytes, path: str) -> _Header | None:
 
 
 def _pillow_header(file: BinaryIO, path: str, opener: Opener) -> _Header | None:
-    """Reads the header of an image; None: not understood, though OpenCV may understand it."""
+    """Reads the header of an image; None if Pillow does not understand it, though OpenCV may."""
     frame = read_header(path, opener)
     try:
         file.seek(0)

@@ -35,7 +35,7 @@ def describe_crowding(dataset: DetectionSet, max_detections: int, keep: int) -> 
 
     Args:
         max_detections: see `evaluate.max_detections`.
-        keep: boxes of an image that suppression keeps; see `ExperimentConfig.suppression`.
+        keep: number of boxes per image that suppression keeps; see `ExperimentConfig.suppression`.
     """
     records = Records.of(dataset.records)
     image_O = records.image_O[~records.crowd_O]
@@ -224,8 +224,8 @@ def _percentiles(values: np.ndarray) -> dict[str, float]:
 def overview_lines(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Describes a split in (label, value) lines, from its `summarize`.
 
-    The classes are a table of their own.  All splits of a set get equally many lines, so that they
-    can be printed side by side.
+    The classes have a table of their own.  All splits of a set get the same number of lines, so
+    that they can be printed side by side.
     """
     rows = [("images", f"{counts['images']}")]
     if "objects" not in counts:
@@ -260,10 +260,10 @@ def overview_lines(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def class_rows(of_splits: Sequence[Mapping[str, Any]], limit: int) -> list[list[str]]:
-    """Makes a row for each class: id, name, objects and images per split.
+    """Builds a row for each class: id, name, objects and images per split.
 
     Rows are in the order of the class numbers.  If there are more than `limit` classes, returns the
-    most common and the rarest, by the first split, with a row of dots between them.
+    most common and the rarest ones in the first split, with a row of dots between them.
 
     Args: of_splits: `summarize` of each split.
     """
@@ -301,18 +301,18 @@ def _ninths_text(rows: Sequence[Sequence[int]], total: int) -> str:
 
 ENOUGH_RECALL = 0.98  # of the boxes; below it new anchors are worthwhile
 SMALLEST = 2.0  # pixels; a box with a shorter side teaches nothing
-_MOST_BOXES = 20_000  # that a fit uses; recalls are of all boxes
+_MOST_BOXES = 20_000  # boxes used by a fit; recalls are computed from all boxes
 _ROUNDS = 30  # of k-means
 _CHANCE, _SPREAD = 0.2, 0.05  # that a side changes in a generation; by about this share at most
 
 
 @dataclass(frozen=True)
 class AnchorFit:
-    """New anchors compared with the present ones.
+    """New anchors compared with the current ones.
 
     anchors_LA2: float32 input pixels, rounded to a tenth; sorted by area, the smallest in the
         first level.
-    boxes: N.
+    boxes: number of boxes.
     recall_before, recall_after: best possible recall, see `best_possible_recall`.
     fitness_before, fitness_after: see `fitness`.
     """
@@ -347,8 +347,8 @@ def sizes_in_input(
 def best_possible_recall(wh_N2: np.ndarray, anchors_LA2: np.ndarray, threshold: float) -> float:
     """Computes the share of the boxes that some anchor fits; 1 without boxes.
 
-    Only these can be learned.  An anchor fits if the ratios of both widths and heights are below
-    `threshold`.
+    Only such boxes can be learned.  An anchor fits if the ratios of both widths and heights are
+    below `threshold`.
     """
     if not len(wh_N2):
         return 1.0
@@ -371,18 +371,18 @@ def fit_anchors(
     generations: int = 1000,
     seed: int = 0,
 ) -> AnchorFit:
-    """Fits as many new anchors as there are.
+    """Fits new anchors, as many as the model has now.
 
-    Equal arguments give equal anchors.  The start is k-means of the logarithms of the sizes, or the
-    present anchors if they are fitter; every generation then changes some sides of the fittest
-    anchors at random, and is accepted if it is fitter.  Only one rank may fit: the last digit of a
-    logarithm, and so the result, may depend on the processor.
+    Equal arguments give equal anchors.  The start is the result of k-means on the logarithms of the
+    sizes, or the current anchors if they are fitter; every generation then changes some sides of
+    the fittest anchors at random, and is accepted if it is fitter.  Only one rank may fit: the last
+    digit of a logarithm, and so the result, may depend on the processor.
 
     Args:
         wh_N2: box sizes, input pixels; see `sizes_in_input`.
-        before_LA2: the present anchors, input pixels.
+        before_LA2: current anchors, input pixels.
         threshold: `anchor_threshold` of the model.
-    Raises: DataError: fewer boxes than anchors.
+    Raises: DataError: there are fewer boxes than anchors.
     """
     levels, per_level, _ = before_LA2.shape
     wanted = levels * per_level
@@ -425,7 +425,7 @@ def refit_if_needed(
 ) -> Refit:
     """Refits the anchors if their recall over boxes is below ENOUGH_RECALL.
 
-    Args: as `fit_anchors`.
+    Args: see `fit_anchors`.
     """
     recall = best_possible_recall(wh_N2, before_LA2, threshold)
     message = f"{recall:.1%} of the {len(wh_N2)} training boxes are within reach of an anchor"

@@ -64,7 +64,7 @@ class Row:
 
     @property
     def what_follows(self) -> str:
-        """Returns what training and evaluation do about it, whichever its splits are for."""
+        """Returns what training, evaluation or both do about it, according to its splits."""
         training, evaluation = self.kind.training, self.kind.evaluation or self.kind.training
         if not self.counts.get("val") or training == evaluation:
             return training
@@ -136,9 +136,10 @@ def validate(config: DataConfig, *, decode: bool, workers: int) -> Report:
     """Reads both splits, checks all their images, and collects the issues.
 
     Args:
-        decode: decodes each image (some 3 ms of a core at 640 x 480); else only reads its header.
+        decode: decodes each image (about 3 ms on one core at 640 x 480); else only reads its
+            header.
         workers: child processes that decode images.
-    Raises: DataError: a split as a whole cannot be read.
+    Raises: DataError: an entire split cannot be read.
     """
     splits: dict[str, ValidatedSplit] = {}
     for split in _SPLITS:
@@ -183,9 +184,9 @@ def _image_issues(raw: RawSet, images: CheckedImages) -> Iterator[Issue]:
 
 
 def _object_issues(raw: RawSet) -> Iterator[Issue]:
-    """Yields the images without a usable object, though annotated; a split without one.
+    """Yields issues: annotated images without a usable object; a split without a usable object.
 
-    All listings of an image count together.
+    If an image is listed several times, its listings count together.
     """
     annotated: Counter[str] = Counter()
     shown: set[str] = set()
@@ -284,7 +285,7 @@ def _unlisted_issues(
 def good_objects(image: RawImage, repairs: Counter[str]) -> list[RawObject]:
     """Returns the usable objects of an image, repaired where possible.
 
-    Args: repairs: counts by kind what was repaired or left out.
+    Args: repairs: receives the counts, by kind, of what was repaired or left out.
     """
     result: dict[tuple[object, ...], RawObject] = {}
     for annotation in image.objects:

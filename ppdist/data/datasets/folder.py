@@ -44,9 +44,9 @@ def read_folder(
     Args:
         root: searched for files of class names, see `find_class_names`.
         images: holds one folder per class, in which images may lie at any depth.
-        names: of the classes, by number; none: see `find_class_names`, else the folders in
+        names: class names, by number; if empty, see `find_class_names`, else the folders in
             `naming_folder` (the training split; by default `images`).
-    Raises: DataError: there is no class folder, or one without a class of its name.
+    Raises: DataError: there is no class folder, or one whose name is not a class.
     """
     folders = _list_class_folders(images)
     class_names = find_class_names(root, names)
@@ -111,7 +111,7 @@ def read_csv(
     *,
     naming_table: Path | None = None,
 ) -> DetectionSet:
-    """Reads the lines `path,label` of a table, in its order.
+    """Reads the lines `path,label` of a table, in the order of the table.
 
     A first line with the words `path` and `label` is a header and may name further columns; without
     one, lines have exactly these two.  A label is the name of a class or, if no class has that
@@ -121,10 +121,10 @@ def read_csv(
         root: searched for files of class names, see `find_class_names`.
         images: the folder that paths are relative to.
         table: the CSV file, UTF-8, commas, quotes where needed.
-        names: of the classes, by number; none: see `find_class_names`, else those of
-            `naming_table` (the training split; by default `table`): its sorted labels, or where
-            all are numbers, 0 to the largest.
-    Raises: DataError: a malformed line, or its label is not a class.
+        names: class names, by number; if empty, see `find_class_names`, else those of
+            `naming_table` (the training split; by default `table`): its sorted labels, or where all
+            are numbers, 0 to the largest.
+    Raises: DataError: a line is malformed, or its label is not a class.
     """
     rows = _read_rows(table)
     class_names = find_class_names(root, names)
@@ -151,7 +151,7 @@ def read_csv(
 
 
 def _read_rows(table: Path) -> list[tuple[int, str, str]]:
-    """Reads line number, path and label of each non-empty line but the header."""
+    """Reads line number, path and label of each non-empty line except the header."""
     lines = _read_cells(table)
     path_column, label_column, columns = 0, 1, 2
     lowered = [cell.lower() for cell in lines[0][1]] if lines else []

@@ -37,7 +37,7 @@ from ppdist.data.types import Box, Complain, Issue, RawColumns, RawImage, RawObj
 
 _NOT_OF_TOOL = (Malformed, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _IGNORED = "__ignore__"
-_NO_CLASS = (_IGNORED, "_background_")  # names in labelme's label lists that are no classes
+_NO_CLASS = (_IGNORED, "_background_")  # names in labelme's label lists that are not classes
 _IMAGES_OF = {"annotations": "images", "labels": "images", "label_2": "image_2"}  # folders
 _IMAGE_SUFFIXES = (".jpg", ".png", ".jpeg")
 # github.com/VisDrone/VisDrone2018-DET-toolkit: 0 are ignored regions, 11 is no class of its own.
@@ -48,9 +48,10 @@ _VISDRONE = {
 
 
 class _Shape(NamedTuple):
-    """A shape in the file of a tool.
+    """A shape in a tool's file.
 
-    box: None: it has none.  group: shared by the shapes of one object; None: it is an object alone.
+    box: None if it has none.  group: shared by the shapes of one object; None if the shape is an
+        object on its own.
     """
 
     name: str
@@ -63,8 +64,8 @@ class _Shape(NamedTuple):
 class _AnnotatedImage(NamedTuple):
     """An image as annotated by a tool.
 
-    path: None: outside the folder, which an issue reports.
-    sides: width and height in pixels as annotated; None: not annotated.
+    path: None if it is outside the folder, which is reported as an issue.
+    sides: width and height in pixels as annotated; None if not annotated.
     """
 
     path: Path | None
@@ -82,9 +83,10 @@ def detect_tool(folder: Path) -> str:
 
 
 def read_foreign(folder: Path, complain: Complain) -> dict[str, RawSet]:
-    """Reads the splits of a folder that `detect_tool` recognises; by default all is train.
+    """Reads the splits of a folder that `detect_tool` recognises; all is train unless each image
+    names its split.
 
-    Raises: DataError: there is no object, or as `check_boxes`.
+    Raises: DataError: there is no object; see also `check_boxes`.
     """
     names: dict[str, None] = {}
     annotated_images: list[_AnnotatedImage] = []
@@ -209,7 +211,7 @@ def _read_cvat(
 ) -> Iterator[_AnnotatedImage]:
     """Yields the images of a file in the format "CVAT for images 1.1".
 
-    Args: names: gets the classes that its task declares.
+    Args: names: receives the classes that the annotation task in the file declares.
     Raises: Malformed, ValueError, KeyError, TypeError: the file is of another kind.
     """
     text = read_text(file, complain)
@@ -242,7 +244,7 @@ def _read_cvat(
 
 
 def _parse_cvat_shape(shape: ElementTree.Element) -> tuple[Box | None, tuple[np.ndarray, ...]]:
-    """Parses box and outlines of a shape; a rotated box becomes the box around its corners."""
+    """Parses the box and outlines of a shape; a rotated box becomes the box around its corners."""
 
     def numbers(*keys: str) -> list[float]:
         return [float(shape.attrib[key]) for key in keys]
@@ -274,7 +276,7 @@ def _parse_cvat_shape(shape: ElementTree.Element) -> tuple[Box | None, tuple[np.
 def _read_visdrone(
     file: Path, folder: Path, names: dict[str, None], complain: Complain
 ) -> Iterator[_AnnotatedImage]:
-    """Yields the image of a file of VisDrone-DET.
+    """Yields the image of a VisDrone-DET file.
 
     A line is left,top,width,height,score,class,truncation,occlusion.
 
@@ -308,7 +310,7 @@ def _read_kitti(
 
 
 def _read_lines(file: Path, complain: Complain) -> Iterator[tuple[str, str]]:
-    """Yields the place, `file:line`, and the text of each line that is not empty."""
+    """Yields the location, `file:line`, and the text of each non-empty line."""
     for number, line in enumerate(read_text(file, complain).splitlines(), start=1):
         if line.strip():
             yield f"{file}:{number}", line.strip()
@@ -329,7 +331,7 @@ def _find_image_beside(
 def _read_bdd100k(
     file: Path, folder: Path, names: dict[str, None], complain: Complain
 ) -> Iterator[_AnnotatedImage]:
-    """Yields the images of a file of BDD100K (Scalabel).
+    """Yields the images of a BDD100K (Scalabel) file.
 
     Lanes and areas have no box and are left out.
 

@@ -48,7 +48,7 @@ from ppdist.data.datasets.yolo import is_label, label_folder, nearest_class_list
 from ppdist.data.image import is_image_name
 from ppdist.data.types import Issue
 
-# Folders inside a set, not around one.
+# Names of folders inside a set, not of folders that contain a set.
 _PARTS = (
     "annotations",
     "images",
@@ -71,8 +71,8 @@ class Layout:
     """The layout of a data set, as detected.
 
     root: absolute; the paths of the splits are relative to it.
-    train, val, test: None: there is no such split.
-    images: number of training images, including those of a later validation split.
+    train, val, test: None if there is no such split.
+    images: number of training images, including those split off for validation later.
     notes: (what, why) pairs for choices that may surprise the user.
     """
 
@@ -99,7 +99,7 @@ class Layout:
         }  # fmt: skip
 
 
-# Names without .yaml of the data files in the package of ultralytics.
+# Names, without .yaml, of the data files in the ultralytics package.
 _ULTRALYTICS_SETS = (
     *("coco", "coco8", "coco128", "voc", "objects365", "lvis", "visdrone", "xview", "sku-110k"),
     *("argoverse", "globalwheat2020", "open-images-v7"),
@@ -113,12 +113,12 @@ def is_layout(path: str | Path) -> bool:
 
 
 def find_layout(source: str, task: Task = "detect") -> Layout:
-    """Detects the layout of a data set by its files.
+    """Detects the layout of a data set from its files.
 
     Args:
         source: a data.yaml or a folder.
-        task: of the model; classify: looks for folders of classes alone.
-    Raises: DataError: no readable data set, or ambiguous.  ConfigError: malformed YAML.
+        task: task of the model; for `classify`, looks only for folders of classes.
+    Raises: DataError: no readable data set, or an ambiguous one.  ConfigError: malformed YAML.
     """
     if is_remote(source):
         message = (
@@ -269,7 +269,7 @@ def _find_class_folders(folder: Path) -> dict[str, str]:
 
 
 def _holds_class_folders(folder: Path) -> bool:
-    """Returns True if two folders or more have images, and none is named as a part of a set."""
+    """Returns True if at least two folders have images, and none is named like a part of a set."""
     below = [entry for entry in folder.iterdir() if entry.is_dir() and not is_ignored(entry.name)]
     if any(entry.name.lower() in _PARTS for entry in below):
         return False
@@ -314,8 +314,8 @@ def _check_one_format(layout: Layout, kinds: Mapping[str, str]) -> None:
 
     XML and text files of the same images are two forms of one set, and only one is read.
 
-    Args: kinds: those of `_label_kinds`.
-    Raises: DataError: some images of a split are labelled in XML and others in text files alone.
+    Args: kinds: result of `_label_kinds`.
+    Raises: DataError: some images of a split are labelled in XML and others only in text files.
     """
     if layout.format == "coco" or not kinds.keys() >= {"voc", "yolo"}:
         return
@@ -377,7 +377,7 @@ def _has_objects(label: Path) -> bool:
 def _find_unused(layout: Layout, kinds: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yields (what, why) for images and labels that are in no split, or in two.
 
-    Args: kinds: those of `_label_kinds`.
+    Args: kinds: result of `_label_kinds`.
     """
     root = layout.root
     if layout.images == 1 and layout.val is None:
@@ -457,7 +457,7 @@ _MAX_TRIED = 20  # files of a suffix
 
 
 def detect_foreign_tool(file: str | Path) -> tuple[str, str]:
-    """Returns the tool that wrote an annotation file, and the remedy; "", "": none of these."""
+    """Returns the tool that wrote an annotation file, and the remedy; "", "" if not recognised."""
     kinds = [kind for kind in _FOREIGN if kind[1] == _kind_suffix(file)]
     beginning = _read_beginning(file).lstrip("\ufeff \r\n") if kinds else ""
     for name, _, marks, way in kinds:
@@ -481,9 +481,9 @@ def _read_beginning(file: str | Path) -> str:
 
 
 def _refuse_foreign(files: Sequence[str], source: str) -> None:
-    """Rejects annotations of tools that cannot be read.
+    """Rejects annotations in formats that cannot be read.
 
-    Raises: DataError: there are some.
+    Raises: DataError: there are such annotations.
     """
     for suffix in dict.fromkeys(kind[1] for kind in _FOREIGN):
         of_kind = [file for file in files if _kind_suffix(file) == suffix]
@@ -683,7 +683,7 @@ def _split_entries(keys: Mapping[str, Node], split: str) -> list[Node]:
 def _locate_split(
     base: Path, entry: Node, keys: Mapping[str, Node], notes: list[tuple[str, str]]
 ) -> Path:
-    """Finds the folder or list that an entry of a data file means."""
+    """Finds the folder or list that an entry of a data file refers to."""
     text = str(entry.value)
     forward = text.replace("\\", "/")
     # Roboflow's `../train/images` means train/images beside the file.
@@ -716,9 +716,9 @@ def _locate_split(
 
 
 def _find_by_path_end(base: Path, name: str) -> Path | None:
-    """Finds the longest end of a path of another machine that exists below `base`.
+    """Finds the longest trailing part of another machine's path that exists below `base`.
 
-    The end includes the last part that names a split, so that no split replaces another.
+    It includes the last component that names a split, so that no split replaces another.
     """
     parts = [part for part in name.split("/") if part not in ("", os.curdir, os.pardir)]
     split_positions = [position for position, part in enumerate(parts) if guess_split(part)]
@@ -797,7 +797,7 @@ def _require_same_numbers(
 
 
 def _common_root(base: Path, places: Sequence[Path]) -> Path:
-    """Returns data.root: above all places and above `images` folders with labels beside them."""
+    """Returns data.root: a folder above all `places` and above their `images` folders."""
     root = base
     if not all(place.is_relative_to(base) for place in places):
         root = Path(os.path.commonpath([place.parent for place in places]))
@@ -892,17 +892,17 @@ def _find_image_folder(root: Path, file: Path, names: Sequence[str]) -> Path:
         *(file.parent, root / stem, root / "images" / stem, root / split),
         *(root / "images" / split, root / "images", root / "JPEGImages", root),
     ]
-    # A few names, spread over the set, as it may have a million.
+    # Only a few names, spread over the set, as it may have a million of them.
     sample = names[:: max(1, len(names) // 5)][:5]
     if not sample:
         raise DataError("lists no image", code="no_images", where=str(file))
     folders = [Path(folder) for folder in folders_below(root)]
-    # Folders of the split first: train/ and val/ may have images of the same names.
+    # Folders of the split first: train/ and val/ may have images with the same names.
     folders.sort(key=lambda path: guess_split(_relative_path(path, root)) not in (split, ""))
     for folder in dict.fromkeys((*candidates, *folders)):
         if folder.is_dir() and all((folder / name).is_file() for name in sample):
             return folder
-    # No folder has these very paths: now other spellings, and ends of the paths.
+    # No folder has exactly these paths: try other spellings, and trailing parts of the paths.
     forget_folder_listings()
     for folder in dict.fromkeys((*candidates, *folders)):
         images = [find_image(folder, name, str(file), ignore_issue) for name in sample]
@@ -976,7 +976,7 @@ def _detect_voc(root: Path) -> Layout | None:
 
 
 def _find_voc_lists(root: Path) -> dict[str, Path]:
-    """Finds lists of images by split whose lines lead to XML files."""
+    """Finds, by split, the lists of images whose lines lead to XML files."""
     for folder in (root / "ImageSets" / "Main", root / "ImageSets", root):
         found_lists = _find_lists(folder)
         if "train" not in found_lists:
@@ -995,7 +995,7 @@ def _find_voc_lists(root: Path) -> dict[str, Path]:
 
 
 def _find_voc_folders(root: Path, first: Path) -> dict[str, SplitConfig]:
-    """Finds the splits of Pascal VOC by the names of folders."""
+    """Finds the splits of a Pascal VOC set by folder names."""
     for top in dict.fromkeys((root, first, first.parent)):
         if not top.is_relative_to(root):
             continue
@@ -1076,7 +1076,7 @@ def _detect_yolo(root: Path) -> Layout | None:
 
 
 def _find_yolo_lists(root: Path) -> dict[str, list[Path]]:
-    """Finds lists of images by split whose lines are only images."""
+    """Finds, by split, the lists of images whose lines contain only an image path."""
     for folder in (root, root / "data", root / "ImageSets" / "Main"):
         found_lists = _find_lists(folder)
         if "train" not in found_lists:

@@ -22,12 +22,13 @@ _NEARLY_ALL = 0.98  # of the boxes
 class _Misreading(NamedTuple):
     """A mistake in the order of the four numbers of a box.
 
-    reread: boxes [P, 4], xyxy, as read -> as they were meant.
-    shows: boxes and sides of their images [P, 4] -> which boxes are invalid as read, and hardly for
-        another reason; None: those that do not fit their images.
-    names: of the four numbers, in the format and as they were meant.
-    fix: how to write them.
-    fewest, share: a set has the mistake if more boxes than this, and a larger share, show it.
+    reread: boxes [P, 4], xyxy, as read -> as they were intended.
+    shows: boxes and sides of their images [P, 4] -> which boxes are invalid as read, most likely
+        because of this mistake; None: boxes that do not fit their images.
+    names: names of the four numbers, in the format and as they were intended.
+    fix: how to write the numbers.
+    fewest, share: a set has the mistake if more than `fewest` boxes, and a larger share of them
+        than `share`, show it.
     """
 
     reread: Callable[[np.ndarray], np.ndarray]
@@ -60,8 +61,8 @@ def _leave_at_top_left(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray
     """Finds boxes beyond the left or the top of their image, if none is beyond another side: [P]
     bool.
 
-    First corners instead of centres look like this: each box is off by half its size, up and left.
-    Objects that really stick out do so on all sides.
+    This happens if first corners were read as centres: each box is shifted by half its size, up and
+    left.  Objects that really stick out do so on all sides.
     """
     first_P = (boxes_P4[:, :2] < -1).any(axis=1)
     last_P = (boxes_P4[:, 2:] > sides_P4[:, 2:] + 1).any(axis=1)
@@ -72,9 +73,9 @@ def _end_before_begin(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray:
     """Finds boxes that end before they begin, and begin in the second half of their image: [P]
     bool.
 
-    Sides instead of corners look like this.  So do corners in another order, but their sums rarely
-    lie in the image.  In the first half the sums of both would, and equal corners mean a box
-    without area.
+    This happens if sides were read as second corners.  It also happens if corners are in another
+    order, but their sums rarely lie in the image.  In the first half the sums of both would, and
+    equal corners mean a box without area.
     """
     first_P2 = boxes_P4[:, :2]
     past_P2 = (boxes_P4[:, 2:] < first_P2) & (2 * first_P2 > sides_P4[:, :2])
@@ -127,7 +128,7 @@ def check_boxes(columns: RawColumns, data_format: str) -> None:
     Args: data_format: `data.format`; for any other text the order is not checked.
     Raises: DataError `boxes_far_outside`, `boxes_are_fractions` or `boxes_misread`.
     """
-    # Spread over the set, as its beginning may be the work of one tool or person.
+    # The sample is spread over the set, as its beginning may be the work of one tool or person.
     step = -(-len(columns.image_O) // _MAX_SAMPLED) or 1
     image_P, boxes_P4 = columns.image_O[::step], columns.boxes_O4[::step]
     used_P = columns.size_known_N[image_P] & np.isfinite(boxes_P4).all(axis=1)
@@ -151,7 +152,7 @@ def check_boxes(columns: RawColumns, data_format: str) -> None:
             where=columns.source,
             fix=fix,
         )
-    # Integers may be pixels, however small, or an image as a whole.
+    # Integers may be pixels, however small, or boxes that cover a whole image.
     numbers_P4 = _corners_as_coco(boxes_P4) if data_format == "coco" else boxes_P4
     unit_P = ((numbers_P4 >= -_BORDER) & (numbers_P4 <= 1 + _BORDER)).all(axis=1)
     unit_P &= (sides_P4 >= _FRACTION_SIDE).all(axis=1)
@@ -199,8 +200,8 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, bits spread evenly: Fibonacci hashi
 def find_first_equal(columns: RawColumns) -> np.ndarray:
     """Finds for each object the first one that equals it: int64 [O].
 
-    Objects are equal if image, class, box and crowd flag are.  An object without an equal one
-    before it has its own number.
+    Objects are equal if their image, class, box and crowd flag are equal.  An object with no equal
+    object before it gets its own number.
     """
     fields = [columns.image_O, columns.labels_O, columns.crowd_O.astype(np.int64)]
     fields += [(side_O + 0.0).view(np.int64) for side_O in columns.boxes_O4.T]  # -0 is 0

@@ -1,6 +1,6 @@
 """Selection of classes: `data.classes` and `data.single_class`, the same for every format.
 
-What is left is what a set would be from which the others were cut by hand.
+The result is the same as if the other classes had been removed from the set by hand.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import abbreviate
 from ppdist.data.types import DetectionSet, RawColumns, Records
 
-SINGLE_CLASS = "object"  # name of the one class of `data.single_class`
+SINGLE_CLASS = "object"  # name of the only class with `data.single_class`
 
 
 def select_classes(
     columns: RawColumns, classes: Sequence[str | int], single: bool = False
 ) -> RawColumns:
-    """Selects the objects of some classes, which are numbered anew in their order.
+    """Selects the objects of some classes and renumbers these classes in their order.
 
-    Images without such an object stay.
+    Images without such an object are kept.
 
     Args:
         classes: names or numbers; empty: all.
-        single: all become one class.
+        single: merges all classes into one.
     Raises: DataError: the set has no such class.
     """
     if not classes and not single:
@@ -43,7 +43,7 @@ def select_classes(
 
 
 def select_image_classes(dataset: DetectionSet, classes: Sequence[str | int]) -> DetectionSet:
-    """Selects the classified images of some classes, which are numbered anew in their order.
+    """Selects the classified images of some classes and renumbers these classes in their order.
 
     Args: classes: names or numbers; empty: all.
     Raises: DataError: the set has no such class.
@@ -63,9 +63,9 @@ def select_image_classes(dataset: DetectionSet, classes: Sequence[str | int]) ->
 
 
 def selected_names(config: DataConfig) -> tuple[str, ...]:
-    """Returns the names of the model's classes by `data.class_names`; (): it names none.
+    """Returns the names of the model's classes according to `data.class_names`; () if it is empty.
 
-    Raises: DataError: `data.classes` names others.
+    Raises: DataError: `data.classes` contains other classes.
     """
     names = config.class_names
     if not names:
@@ -78,9 +78,9 @@ def selected_names(config: DataConfig) -> tuple[str, ...]:
 def find_classes(
     classes: Sequence[str | int], class_names: Sequence[str], source: str
 ) -> tuple[int, ...]:
-    """Returns the sorted numbers of classes given by name or number; all if none is given.
+    """Returns the sorted numbers of classes, specified by name or number; all if empty.
 
-    Args: source: of the names, for messages.
+    Args: source: where the names are from, for messages.
     Raises: DataError: there is no such class.
     """
     number_of = {name: number for number, name in enumerate(class_names)}
@@ -106,7 +106,7 @@ def _join_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _number_anew(numbers: Sequence[int], count: int) -> np.ndarray:
-    """Returns the new number of each of `count` classes: [C] int64; -1: it is not selected."""
+    """Returns the new number of each of `count` classes: [C] int64; -1 if not selected."""
     label_C = np.full(count, -1, np.int64)
     label_C[list(numbers)] = np.arange(len(numbers))
     return label_C

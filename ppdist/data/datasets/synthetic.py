@@ -29,11 +29,11 @@ def make_shapes(root: Path, *, train: int, val: int, size: int = 256, seed: int 
     """Writes `images/{train,val}/NNNNN.jpg` and `annotations/instances_{train,val}.json`.
 
     Args:
-        root: made if needed; these two folders may contain files of an earlier call with the same
-            arguments, and nothing else.
+        root: created if needed; these two folders may contain files of an earlier call with the
+            same arguments, and nothing else.
         train, val: number of images.
-        size: side of the square images in pixels, 64 at least.
-        seed: of all random numbers.
+        size: side of the square images in pixels, at least 64.
+        seed: seed of all random numbers.
     Raises: DataError: there are other files, which are not changed, or root cannot be written.
     """
     files: Iterable[tuple[str, bytes]] = (
@@ -170,7 +170,7 @@ def _draw_texture(size: int, colour: np.ndarray, rng: np.random.Generator) -> np
 def _find_free_square(
     size: int, boxes: list[np.ndarray], rng: np.random.Generator
 ) -> np.ndarray | None:
-    """Draws a square [4] xyxy that hardly overlaps others; None: no place found."""
+    """Draws a square [4] xyxy that hardly overlaps others; None if there is no room."""
     for _ in range(_PLACING_TRIES):
         side = rng.uniform(*_SIDE_RANGE) * size
         corner = rng.uniform(0, size - 1 - side, 2)

@@ -27,7 +27,7 @@ _QUALITY = 95  # of JPEG
 
 
 class Place(NamedTuple):
-    """The position of a tile in its image, pixels."""
+    """The position of a tile in its image, in pixels."""
 
     source: Path
     left: int
@@ -45,7 +45,7 @@ class TileOpener(Opener):
     last: dict[Path, np.ndarray] = field(default_factory=dict)
 
     def open(self, path: str | Path) -> BinaryIO:
-        """Cuts a tile; it reads as an image file."""
+        """Cuts a tile and opens it as an image file."""
         place = self.places[str(path)]
         if place.source not in self.last:
             self.last.clear()
@@ -63,18 +63,18 @@ class TileOpener(Opener):
 def slice_set(
     raw: RawSet, size: int, overlap: float, *, visible: float, empty: float, seed: int
 ) -> tuple[RawSet, list[str]]:
-    """Cuts the images of a split into tiles, with the objects that are seen in each.
+    """Cuts the images of a split into tiles, with the objects that are visible in each.
 
-    The last tile of a row or column is moved inside; an image no larger than a tile is one.  Boxes
-    are cut at the edges.
+    The last tile of a row or column is moved inside; an image no larger than a tile becomes a
+    single tile.  Boxes are cut at the edges.
 
     Args:
         size: side of a tile, pixels.
-        overlap: of neighbours, part of their side, 0 to below 1.
-        visible: an object of which less than this part of its area is seen is left out of a tile;
-            a tile that has only such objects is left out, as it is no background.
-        empty: part of the tiles without any object that is kept, by chance.
-        seed: of that chance.
+        overlap: overlap of neighbours, as a fraction of their side, from 0 to below 1.
+        visible: an object is left out of a tile if less than this fraction of its area is visible
+            there; a tile that has only such objects is left out, as it is not background.
+        empty: fraction of the tiles without any object that is kept, chosen at random.
+        seed: seed of that choice.
     Returns: the tiles, and a line for each kind of loss.
     """
     lines: list[str] = []
@@ -97,7 +97,7 @@ def slice_set(
                 lost[f"tiles: {kind}, left out"] += 1
                 continue
             suffix = format_of(image.path.suffix) if _is_jpeg(image.path) else ".png"
-            # Below a file lies no other, so the name is never that of a file.
+            # Nothing can lie below a file, so this is never the path of an existing file.
             path = image.path / f"{image.path.stem}_{left}_{top}{suffix}"
             places[str(path)] = place
             images.append(
@@ -123,8 +123,8 @@ def slice_corners(height: int, width: int, size: int, overlap: float) -> list[tu
 def _cut_objects(
     objects: Sequence[RawObject], place: Place, visible: float
 ) -> tuple[list[RawObject], bool]:
-    """Returns the objects that are seen in a tile, in its pixels, and whether it shows none at all,
-    not even a sliver.
+    """Returns the objects that are visible in a tile, in its pixels, and whether it shows none at
+    all, not even a sliver.
     """
     seen: list[RawObject] = []
     is_background = True

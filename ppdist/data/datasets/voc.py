@@ -38,7 +38,7 @@ from ppdist.runtime.decoder import IMAGE_SUFFIXES
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 _OBJECT_TAGS = {"name", "bndbox", "difficult"}
 _IMAGE_TAGS = {"filename", "size", "object"}
-_PAIR = re.compile(  # names may have blanks in them
+_PAIR = re.compile(  # names may contain blanks
     rf"(.+?(?:{'|'.join(map(re.escape, IMAGE_SUFFIXES))})|\S+)\s+(.+\.xml)", re.IGNORECASE
 )
 _TAG = re.compile(r"[^\W\d][\w.-]*\Z")
@@ -67,10 +67,10 @@ def read_voc(
     Args:
         images: the folder of the images.
         annotations: the list, or the folder of XML files, which may have subfolders.
-        names: of the classes, by number; none: see `find_class_names`, else the sorted names that
+        names: class names, by number; if empty, see `find_class_names`, else the sorted names that
             the images of `naming` (the training split; by default `annotations`) use.
         everything: also reads outlines and `extra`, which training without masks does not need.
-        opener: of the images.
+        opener: opens the images.
     Raises: DataError: the list cannot be read, the folder has no XML file, or lists of class names
         contradict each other.
     """
@@ -132,7 +132,7 @@ _Entry = tuple[Path, Path | None, Callable[[ElementTree.Element], Path | None]]
 def _list_entries(
     root: Path, images: Path, image_list: Path, complain: Complain
 ) -> Iterator[_Entry | None]:
-    """Yields an entry for each line of a list; None: the image is left out."""
+    """Yields an entry for each line of a list; None if the image is left out."""
     for line in read_lines(image_list, complain):
         path: Path | None = None
         stem = ""
@@ -231,7 +231,7 @@ def _find_named_image(
     images: Path,
     file: Path,
 ) -> Path:
-    """Finds the image that <filename> means.
+    """Finds the image that <filename> refers to.
 
     Raises: Malformed: there is none, or more than one.
     """
@@ -258,7 +258,7 @@ def xml_files(folder: Path) -> Iterator[str]:
 
 
 def _image_stem(root: Path, line: str) -> str:
-    """Returns the image name in a line, without suffix and VOC's 1, 0, -1."""
+    """Returns the image name in a line, without its suffix and VOC's 1, 0 or -1."""
 
     def has_xml(name: str) -> bool:
         return os.path.isfile(os.path.join(root, "Annotations", f"{name}.xml"))
@@ -284,7 +284,7 @@ def _parse_xml(file: Path, complain: Complain) -> ElementTree.Element:
 
 @contextlib.contextmanager
 def _malformed_on_error(where: str) -> Iterator[None]:
-    """Converts errors inside, of the XML file `where`, to Malformed."""
+    """Converts errors in the block, which processes the XML file `where`, to Malformed."""
     try:
         yield
     except (ElementTree.ParseError, ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
 """YOLO text files: a line `class cx cy w h` per object.
 
 More numbers may be an outline, `class x1 y1 x2 y2 x3 y3 ...`, whose extent is the box; or a score,
-a track number or points after a box.  A single line does not tell which, all lines of a set do:
-`_read_columns`.
+a track number or points after a box.  A single line does not show which, but all lines of a set
+together do: `_read_columns`.
 """
 
 import logging
@@ -45,7 +45,7 @@ from ppdist.runtime.decoder import unread_kind
 _LOGGER = logging.getLogger("ppdist.data")
 _FEWEST_OUTLINE = 6  # numbers: three points
 _OUTLINE_TOLERANCE = 1.0  # pixels by which an outline's extent may differ from its box
-_FAR = 2.0  # beyond it a number is no fraction of an image, even of an object that sticks out
+_FAR = 2.0  # a larger number is no fraction of an image, even for an object that sticks out
 _BORDER = 0.02  # of an image: tolerance for rounding tools
 _MIN_EXAMPLES = 3  # lines that make a rule credible
 
@@ -63,16 +63,16 @@ def read_yolo(
 
     Paths in a list are relative to root, or else to the list.  The label of .../images/a/b.jpg is
     .../labels/a/b.txt; without a folder `images` below root, or without a folder of labels, it is
-    beside the image.  If a folder of labels is given, that of images/a/b.jpg is
+    beside the image.  With a folder of labels in `annotations`, the label of images/a/b.jpg is
     annotations/a/b.txt.  An image without a label file shows no object.  Class numbers are those of
     the nearest list of classes above a label file, which is matched by name.
 
     Args:
-        folders: of the images; ignored with lists.
-        annotations: none, the folder of the labels of the only folder of images, or lists.
-        names: of the classes, by number; none: see `find_class_names`.
-        opener: of the images.
-    Raises: DataError: no class names, no label file at all, or ambiguous numbers in them.
+        folders: folders of the images; ignored if there are lists.
+        annotations: empty, or the label folder of the only image folder, or lists of images.
+        names: class names, by number; if empty, see `find_class_names`.
+        opener: opens the images.
+    Raises: DataError: there are no class names or no label files, or their numbers are ambiguous.
     """
     class_names = find_class_names(root, names, complain)
     if not class_names:
@@ -234,7 +234,7 @@ def _make_image(path: Path, label: Path, image_id: int, opener: Opener) -> RawIm
 
 
 class _Line(NamedTuple):
-    """A line of a label file; numbers: those after the class."""
+    """A line of a label file; numbers: the numbers after the class."""
 
     image: RawImage
     place: int
@@ -279,7 +279,7 @@ def _read_columns(
 ) -> Mapping[int, str]:
     """Returns _BOX, _OUTLINE or _NOTHING for each line length of a set.
 
-    Args: shape: of points, from a data file.
+    Args: shape: number of points, and numbers per point, from a data file.
     Raises: DataError: the numbers are ambiguous.
     """
     rows_of: dict[int, list[list[float]]] = defaultdict(list)
@@ -334,7 +334,8 @@ def _column_form(
         return _BOX, f"a score ({further_RN.min():g} to {further_RN.max():g})"
     if count == 5 and _are_integers(further_RN[:, 0]):
         return _BOX, "a track number"
-    # If all numbers are far, they are outlines in pixels, refused later just as boxes in pixels.
+    # If all numbers are far beyond 1, they are outlines in pixels, rejected later like boxes in
+    # pixels.
     far_R = (np.abs(further_RN) > _FAR).any(1) & (np.abs(table_RN[:, :4]) <= _FAR).any(1)
     is_outline = count >= _FEWEST_OUTLINE and count % 2 == 0 and far_R.mean() <= 0.5
     if is_outline and outlines:
@@ -434,7 +435,7 @@ class _ClassNumbers:
     def number(self, line: _Line) -> int:
         """Returns the class number of a line.
 
-        Raises: Malformed: it is not a class.
+        Raises: Malformed: its number is not a class.
         """
         where, names = self._list_of(line.image)
         label = line.label
@@ -480,9 +481,9 @@ def nearest_class_list(root: Path, folders: Sequence[Path]) -> tuple[str, tuple[
 
 
 def _make_object(line: _Line, form: str, classes: _ClassNumbers) -> RawObject:
-    """Makes the object of a line.
+    """Builds the object that a line describes.
 
-    Raises: Malformed: it is not an object.
+    Raises: Malformed: the line does not describe an object.
     """
     if form == _NOTHING:
         text = " ".join(f"{number:g}" for number in (line.label, *line.numbers))
@@ -530,9 +531,9 @@ def write_yolo(
     single objects.
 
     Args:
-        labels: the folder of the label files.
-        names: of the images, relative to their folder, distinct without their suffix.
-        list_lines: the line of each image in the list.
+        labels: folder of the label files.
+        names: image names, relative to their folder, distinct even without their suffix.
+        list_lines: line of each image in the list.
     Returns: a line for each kind of property that YOLO cannot represent.
     Raises: UserError: a file cannot be written, or exists already.
     """
@@ -570,7 +571,7 @@ def write_yolo(
 
 
 def _outline_numbers(annotation: RawObject, image: RawImage) -> tuple[list[float], Box] | None:
-    """Returns the numbers of the outline of an object and their box; None: YOLO cannot hold it."""
+    """Returns the numbers of an object's outline and their box; None if YOLO cannot hold them."""
     if len(annotation.polygons) != 1 or len(annotation.polygons[0]) < 3:
         return None
     numbers = [
@@ -593,7 +594,7 @@ def _shortest_fraction(value: float, pixels: int) -> float:
 def _to_centre(low: float, high: float, pixels: int) -> tuple[float, float]:
     """Returns (centre, side) as shortest fractions that `_to_edges` maps to these edges.
 
-    Often no 64-bit fractions do so exactly; the nearest are then off by 1e-12 pixels.
+    Often no 64-bit fractions do so exactly; the nearest ones are then off by 1e-12 pixels.
     """
     centre, side = (low + high) / 2 / pixels, (high - low) / pixels
     candidates = ((round(centre, digits), round(side, digits)) for digits in range(6, 17))
