@@ -102,7 +102,7 @@ _indexes: dict[str, ShardIndex] = {}  # by folder; workers inherit those of thei
 def index_of(folder: str) -> ShardIndex:
     """Returns the index of a folder of shards, read once per process.
 
-    Raises: OSError, UserError.
+    Raises: OSError: the index cannot be read.  UserError: it cannot be fetched from the store.
     """
     index = _indexes.get(folder)
     if index is None:

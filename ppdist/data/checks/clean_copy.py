@@ -160,8 +160,7 @@ def _clean(raw: RawSet, left_out: Mapping[str, str], done: Counter[str]) -> RawS
 
 
 def _write(raws: Mapping[str, RawSet], form: Format, out: Path, images: Images) -> list[str]:
-    """Writes the copy under another name, then renames it, so that a failure leaves nothing behind.
-    """
+    """Writes the copy under another name, then renames it: a failure leaves nothing behind."""
     make_folder(out)
     if any(out.iterdir()):
         raise DataError(

@@ -36,7 +36,7 @@ from ppdist.distributed import comm
 
 _LOGGER = logging.getLogger("ppdist.data")
 _VERSION = (
-    f"6 {__version__}"  # raise the number when readers return another result for the same files
+    f"6 {__version__}"  # increase it when readers return a different result for the same files
 )
 _ALIGNMENT = 64  # bytes: arrays begin at multiples of it
 _SHORT_SECONDS = 0.5  # a set that is read faster is not worth caching

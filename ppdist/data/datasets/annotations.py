@@ -892,7 +892,7 @@ def _encoded_names(folder: str) -> dict[str, str]:
 
 
 def has_image(folder: str | os.PathLike[str], stem: str) -> bool:
-    """Returns True if a folder has an image of exactly this name, whatever its suffix.
+    """Returns True if a folder has an image of exactly this name, with any suffix.
 
     A label file of this name belongs to that image, not to one that differs in percent-encoding.
     """

@@ -158,7 +158,7 @@ def _read_parts(file: Path, complain: Complain, optional: str = "") -> dict[str,
         parts: dict[str, Any] = _decode_object(content)
     except (msgspec.DecodeError, RecursionError):
         parts = _parse_with_json(file, content)
-    # The text may be a key inside an entry, too, so only the slow check is certain.
+    # The text may also be a key inside an entry, so only the slow check is certain.
     if any(content.count(b'"%b"' % key.encode()) > 1 for key in REQUIRED_KEYS):
         _require_once(file, content)
     for key in REQUIRED_KEYS:
@@ -400,7 +400,7 @@ class _CocoFile:
 
     def add_objects(self, entries: Sequence[Any]) -> None:
         """Adds the objects of the images."""
-        # Its steps tell the waiting ranks that this one is alive.
+        # The progress steps tell the waiting ranks that this one is alive.
         progress = Progress(_LOGGER, f"reading {self._file}", len(entries), "objects")
         for number, entry in enumerate(entries):
             if number % _PROGRESS_STEP == 0:
@@ -585,7 +585,7 @@ def _repeated_positions(ids_N: np.ndarray) -> np.ndarray:
 
 
 def _name_from_url(entry: Any) -> Any:
-    """Names an image without `file_name` by the end of its URL, as LVIS intends."""
+    """Names an image without `file_name` after the end of its URL, as LVIS intends."""
     url = entry.get("coco_url") if isinstance(entry, dict) and "file_name" not in entry else None
     if not isinstance(url, str) or not url:
         return entry

@@ -1101,7 +1101,7 @@ def _find_yolo_lists(root: Path) -> dict[str, list[Path]]:
 
 
 def _find_darknet_valid(folder: Path) -> Path | None:
-    """Finds the list that an `obj.data` beside the lists names as `valid`."""
+    """Finds the list that an `obj.data` file beside the lists names as `valid`."""
     for file in sorted(folder.glob("*.data")):
         names = re.findall(
             r"^\s*valid\s*=\s*(\S+)", "\n".join(read_lines(file, ignore_issue)), re.MULTILINE

@@ -1,6 +1,6 @@
 """Synthetic detection set: textured shapes with known boxes.
 
-For the demo and for tests that need a set which a small detector learns in minutes.  Equal
+For the demo, and for tests that need a set that a small detector learns in minutes.  Equal
 arguments give equal annotations on every machine, and equal pixels with the same OpenCV.
 """
 

@@ -2,8 +2,8 @@
 
     RawSet -> slice_set -> RawSet of tiles -> convert.convert -> files
 
-A tile is cut when its file is read, through the opener of the set; so the writers are those of
-`data convert`, and memory holds one large image.
+A tile is cut when its file is read, through the opener of the set; so the writers of `data convert`
+can be used, and memory holds only one large image.
 """
 
 import io
