@@ -45,8 +45,8 @@ class MemoryCache:
         """Maps the memory.
 
         Args:
-            descriptor: of memory of `image_offsets(sizes_N2)`, open for reading and writing; the
-                cache closes it.
+            descriptor: file descriptor of memory laid out by `image_offsets(sizes_N2)`, open for
+                reading and writing; the cache closes it.
             sizes_N2: (height, width) of the images, 0 if unknown: those are never cached.
             capacity: only the first `capacity` images may be written.
         Raises: OSError: it cannot be mapped.
@@ -60,7 +60,7 @@ class MemoryCache:
         os.close(self._descriptor)
 
     def get(self, index: int) -> np.ndarray | None:
-        """Returns a cached image, uint8 RGB [H, W, 3], read-only; None: not there (yet)."""
+        """Returns a cached image, uint8 RGB [H, W, 3], read-only; None if not cached yet."""
         if not self._is_there_N[index]:
             return None
         height, width = self._sizes_N2[index].tolist()
@@ -69,7 +69,7 @@ class MemoryCache:
         return pixels.reshape(height, width, 3)
 
     def put(self, index: int, image_HW3: np.ndarray) -> None:
-        """Stores an image that `get` has just not returned, if there is room for it.
+        """Stores an image for which `get` has just returned None, if there is room for it.
 
         Raises: ValueError: its size is not the reduced size of its record.
         """
@@ -78,16 +78,16 @@ class MemoryCache:
             return
         pixels = _image_bytes(index, image_HW3, size_2)
         offset = int(self._offsets_N1[index])
-        # One call may write less than it is given.
+        # One call may write only part of the data.
         while pixels:
             written = os.pwrite(self._descriptor, pixels, offset)
             pixels, offset = pixels[written:], offset + written
-        # Last, so that no other process sees an image before all of its pixels.
+        # Set last, so that no other process sees an image before all of its pixels are written.
         os.pwrite(self._descriptor, b"\1", index)
 
 
 def image_offsets(sizes_N2: np.ndarray) -> np.ndarray:
-    """Computes the offset of each image in memory, and the end: bytes, int64 [N + 1].
+    """Computes the offset of each image in memory, and the total size, in bytes: int64 [N + 1].
 
     The images follow a block of N bytes; see `MemoryCache`.
     """
@@ -117,7 +117,7 @@ class DiskCache:
         Args:
             reductions_N: of each image when it is decoded: 1, 2, 4, 8.
             sizes_N2: (height, width) of the reduced images, 0 if unknown: those are never cached.
-            least_free: bytes of the disk that stay free.
+            least_free: bytes that must stay free on the disk.
             opener: of the images.
         """
         self._folder = folder
@@ -142,16 +142,18 @@ class DiskCache:
         height, width = self._sizes_N2[index].tolist()
         if pixels.size != 3 * height * width:
             return None
-        # As from memory: a transform that writes in place has to fail with every kind of cache.
+        # Read-only as from memory: a transform that writes in place must fail with any kind of
+        # cache.
         pixels.flags.writeable = False
         return pixels.reshape(height, width, 3)
 
     def put(self, index: int, image_HW3: np.ndarray) -> None:
-        """Stores an image that `get` has just not returned, as `MemoryCache.put` does.
+        """Stores an image for which `get` has just returned None, as `MemoryCache.put` does.
 
         If the disk is full, a rank logs one line, and it and its workers stop writing.
         """
-        # The name is that of the file before it was read: it may have been replaced since.
+        # The cache name was computed before the file was read; the file may have been replaced
+        # since.
         if self._full[0] or self._absent is None or self._absent[0] != index:
             return
         pixels, path = _image_bytes(index, image_HW3, self._sizes_N2[index]), self._absent[1]
@@ -185,7 +187,7 @@ class DiskCache:
 
 
 def _image_bytes(index: int, image_HW3: np.ndarray, size_2: np.ndarray) -> memoryview:
-    """Returns the bytes of an image.  Raises: ValueError: it has another size."""
+    """Returns the bytes of an image.  Raises: ValueError: its size is wrong."""
     if image_HW3.shape != (*size_2.tolist(), 3) or image_HW3.dtype != np.uint8:
         content = f"{image_HW3.shape} {image_HW3.dtype}"
         raise ValueError(f"image {index}: {content}: expected {size_2.tolist()}")
@@ -225,10 +227,10 @@ def open_cache(
 
 
 def _make_disk_folder() -> tuple[Path, int]:
-    """Makes the folder of the images.
+    """Creates the folder of the cached images.
 
     Returns: the folder, and the bytes of its disk that stay free.
-    Raises: OSError: it cannot be made.
+    Raises: OSError: the folder cannot be created.
     """
     parent = user_cache()
     if parent is None:
@@ -242,7 +244,7 @@ def _make_disk_folder() -> tuple[Path, int]:
 
 
 def _open_host_memory(sizes_N2: np.ndarray) -> MemoryCache | None:
-    """Takes memory on the first rank of this host, and opens it on the others.  Collective.
+    """Allocates memory on this host's first rank, and opens it on the others.  Collective.
 
     They open it through the entry of the first rank in /proc, which needs no name and only the
     permissions of the same user.
@@ -266,7 +268,7 @@ def _open_host_memory(sizes_N2: np.ndarray) -> MemoryCache | None:
 def first_on_host(group: str = "") -> int:
     """Returns the first rank whose open files this one can open.  Collective.
 
-    Args: group: only ranks with the same one count.
+    Args: group: only ranks of the same group are considered.
     """
     hosts_W = comm.all_gather_object([_host_name(), group])
     return hosts_W.index(hosts_W[comm.rank()])
@@ -290,7 +292,7 @@ def _host_name() -> str:
 
 
 def _take_memory(sizes_N2: np.ndarray) -> tuple[int, int]:
-    """Takes memory for as many images as fit.
+    """Allocates memory for as many images as fit.
 
     Checks the free memory before every step: in a container that exceeds its limit no allocation
     fails, but a process is killed.
@@ -311,7 +313,7 @@ def _take_memory(sizes_N2: np.ndarray) -> tuple[int, int]:
     descriptor = -1
     try:
         descriptor = os.memfd_create("ppdist-images")
-        # Addresses for all images, but memory only for the first ones.
+        # The address range covers all images, but only the first ones get memory.
         os.truncate(descriptor, needed)
         for begin in range(0, wanted, _STEP_BYTES):
             step = min(_STEP_BYTES, wanted - begin)

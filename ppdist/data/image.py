@@ -39,7 +39,7 @@ from ppdist.runtime.decoder import (
 
 
 def is_image_name(name: str) -> bool:
-    """Returns True if a file name is that of an image, and not hidden like `._a.jpg`."""
+    """Returns True if a file name has an image suffix and is not hidden like `._a.jpg`."""
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
@@ -65,7 +65,7 @@ def read_image(
         size: expected (height, width); an image that has it before EXIF is applied is not turned.
         reduced: 2, 4, 8: a half, quarter or eighth of each side, rounded up.  A JPEG is decoded at
             that size, which is three times as fast and averages the pixels.
-        note_dark: called if DARK applies, which no header shows.
+        note_dark: called if DARK applies, which cannot be seen from the header.
         opener: of the file; see `DetectionSet`.
     Raises: DataError: missing, unreadable, damaged, truncated, more than MOST_PIXELS, or of another
         size (within `reduced` pixels).
@@ -114,7 +114,7 @@ def convert_array(array: np.ndarray) -> np.ndarray:
     """Converts an array to uint8 RGB [H, W, 3], copied if necessary.
 
     Args: array: uint8 or uint16 [H, W] or [H, W, C]; C is 1 or 2 for grey, 3 or 4 for RGB.
-    Raises: DataError: of another type or shape.
+    Raises: DataError: the type or shape is not one of these.
     """
     image = array[:, :, None] if array.ndim == 2 else array
     if image.ndim != 3 or not image.size or not 1 <= image.shape[2] <= 4:
@@ -147,9 +147,9 @@ _TURNS = {
 
 
 def convert_pillow(picture: Image.Image) -> np.ndarray:
-    """Converts a Pillow image to the pixels `read_image` gives.
+    """Converts a Pillow image to pixels as `read_image` returns them.
 
-    Raises: DataError: of another kind of pixels, of more than MOST_PIXELS, or damaged.
+    Raises: DataError: unsupported pixel mode, more than MOST_PIXELS, or damaged.
     """
     if picture.width * picture.height > MOST_PIXELS:
         raise DataError(
@@ -164,7 +164,7 @@ def convert_pillow(picture: Image.Image) -> np.ndarray:
             f"{error}", code="image_unreadable", where=_picture_name(picture)
         ) from error
     turn = _TURNS.get(_orientation(picture.info.get("exif", b"")))
-    # Pillow has turned a TIFF already.
+    # Pillow has already rotated a TIFF.
     if turn is not None and not isinstance(picture, TiffImagePlugin.TiffImageFile):
         picture = picture.transpose(turn)
     mode, of_16_bits = picture.mode, picture.format in ("PNG", "PPM")  # older Pillows: mode I
@@ -210,7 +210,7 @@ def _reduced_size(size: tuple[int, int], factor: int) -> tuple[int, int]:
 
 
 def _is_turn_ambiguous(size: tuple[int, int] | None, factor: int) -> bool:
-    """Returns True if the reduced image has the same size with and without its turn."""
+    """Returns True if the reduced image has the same size with and without the EXIF rotation."""
     if size is None or size[0] == size[1]:
         return False
     return _reduced_size(size, factor) == _reduced_size(size[::-1], factor)
@@ -219,7 +219,7 @@ def _is_turn_ambiguous(size: tuple[int, int] | None, factor: int) -> bool:
 def read_content(path: str | Path, opener: Opener = DISK) -> bytes:
     """Reads the bytes of an image file.
 
-    Raises: DataError: absent, unreadable, or too many.
+    Raises: DataError: the file is missing, unreadable, or too large.
     """
     try:
         return opener.read(path, MOST_BYTES)
@@ -244,7 +244,7 @@ def _decode(path: str | Path, content: bytes, reduced: int = 1, upright: bool = 
     return image_HW3
 
 
-# --- what a header says --------------------------------------------------------------------------
+# --- image headers --------------------------------------------------------------------------------
 
 # Opened directly: Image.open refuses images of more than 180 million pixels.
 _READERS: tuple[tuple[bytes, Any], ...] = (
@@ -266,12 +266,12 @@ class ImageHeader(NamedTuple):
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Returns (width, height) before it is turned."""
+        """Returns (width, height) before the EXIF rotation."""
         return self.width, self.height
 
     @property
     def upright(self) -> tuple[int, int]:
-        """Returns (width, height) once turned, as `read_image` returns it."""
+        """Returns (width, height) after the EXIF rotation, as `read_image` returns the image."""
         return self.stored if self.orientation < 5 else (self.height, self.width)
 
 
@@ -340,9 +340,9 @@ def _read_at(file: BinaryIO, offset: int, count: int) -> bytes:
 
 
 def _orientation(content: bytes) -> int:
-    """Returns the orientation in the bytes of EXIF.
+    """Returns the orientation stored in EXIF bytes.
 
-    Unlike Pillow's `getexif`, it ignores that of XMP.
+    Unlike Pillow's `getexif`, it ignores the orientation in XMP.
     """
     if not content:
         return 1

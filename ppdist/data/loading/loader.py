@@ -95,7 +95,7 @@ class _Loader:
     iteration ends the previous one.
 
     Attributes:
-        plan: of the next iteration; may be replaced.
+        plan: plan of the next iteration; may be replaced.
         workers: number of processes that prepare batches.
     """
 
@@ -127,7 +127,7 @@ class _Loader:
             DataError: an image cannot be read and data.bad_images is `error`, or too many images in
                 a row cannot be read.
             ImagesUnavailable: their storage stays unavailable.
-            RuntimeError: preparing a batch failed in another way.
+            RuntimeError: preparing a batch failed for another reason.
         """
         try:
             for keys, worker_batch, arrays in self._deliver():
@@ -187,7 +187,7 @@ class _Loader:
         if worker_batch.our_error:
             raise RuntimeError(worker_batch.our_error)
         for problem in worker_batch.problems:
-            # Once, as a bad image comes again in every epoch.
+            # Logged once, as a bad image comes up again in every epoch.
             if problem not in self._warned:
                 self._warned.add(problem)
                 _LOGGER.warning(problem)
@@ -201,7 +201,7 @@ class _Outages:
         self._since: float | None = None
 
     def update(self, awaited: Iterable[np.ndarray]) -> None:
-        """Logs that an outage has begun or ended.
+        """Logs the start or end of an outage.
 
         Args: awaited: an array for each process that reads images; see `Samples`.
         """
@@ -268,7 +268,7 @@ class TrainLoader(_Loader):
             ranks_on_host: ranks that share this machine, including this one.
         """
         kind = ClassifyTrainSamples if config.task == "classify" else TrainSamples
-        # Both maxima, as reduced pixels have to suffice for every input size.
+        # The maximum of each side, as reduced pixels have to suffice for every input size.
         largest = (
             max(height for height, _ in sampler.every_size),
             max(width for _, width in sampler.every_size),
@@ -363,7 +363,7 @@ class EvalLoader(_Loader):
 
 @cache  # one line, not one for each loader
 def worker_count(wanted: int | Literal["auto"], ranks_on_host: int) -> int:
-    """Chooses the number of workers of one rank; logs it with the reason.
+    """Chooses the number of workers per rank; logs the number and the reason.
 
     auto: with a GPU, all cores but one per rank, at most 16.  Without one, training itself needs
     the cores, and a quarter of them, at most 4, prepare enough images.
@@ -405,13 +405,13 @@ _SIGN_SECONDS = 0.2  # between two heartbeats while waiting for storage
 # for storage (for a second at least).
 _LOOK_SECONDS = 0.5
 _LENGTH = struct.Struct("<I")  # before each message
-# Of one batch: deaths at a record until it is blocked, and deaths in a row until the run fails.
+# Worker deaths per batch: at one record until it is blocked; in a row until the run fails.
 _CULPRIT_FAILURES, _MAX_FAILURES = 2, 3
 
 
 @dataclass
 class Task:
-    """A batch to be made."""
+    """A batch to be prepared."""
 
     number: int
     keys: list[SampleKey]
@@ -419,9 +419,10 @@ class Task:
 
 
 class Result(NamedTuple):
-    """A batch that a worker has made.
+    """A batch that a worker has prepared.
 
-    worker_batch: without its arrays.  shape: of the images in the slot, () on error.
+    worker_batch: the batch without its arrays.  shape: shape of the images in the slot, () on
+    error.
     """
 
     number: int
@@ -458,11 +459,12 @@ def _pack_message(message: Any) -> bytes:
 class Worker:
     """A worker process, as its rank sees it.
 
-    reading, awaited, beat: written by the process: the record it reads; the record with the storage
-    it waits for; time.monotonic() when it last began to read, began or finished a batch, or waited.
-    process: None before it starts.
-    free: free slots.  tasks: unfinished ones with their slots, in the order given.
-    changed: when it last sent something, or got a task while it had none.
+    reading, awaited, beat: written by the process: the record it is reading; the record whose
+    storage it is waiting for; time.monotonic() when it last began to read, began or finished a
+    batch, or waited.
+    process: None before the worker starts.
+    free: free slots.  tasks: unfinished tasks with their slots, in the order of assignment.
+    changed: when the worker last sent something, or got a task while it had none.
     """
 
     link: socket.socket
@@ -485,9 +487,9 @@ class Worker:
             self.link.sendall(_pack_message((task.number, slot, task.keys)))
 
     def receive(self) -> tuple[bool, list[Result]]:
-        """Reads what the process has sent.
+        """Reads the data that the process has sent.
 
-        Returns: True if it is alive, and the results that are complete.
+        Returns: True if the process is alive; the complete results.
         """
         try:
             content = self.link.recv(1 << 20)
@@ -497,30 +499,30 @@ class Worker:
         return bool(content), self.inbox.complete(content)
 
     def busy_seconds(self) -> float:
-        """Returns the seconds without a sign of life in its present task."""
+        """Returns the seconds since the last sign of life during the current task."""
         if not self.tasks:
             return 0.0
         return time.monotonic() - max(self.changed, float(self.beat[0]))
 
     def end(self) -> int:
-        """Kills the process; returns the signal it ended with, or EXITED."""
+        """Kills the process; returns the signal that ended it, or EXITED."""
         self.link.close()
         code = self.process and self.process.end()
         return -code if code and code < 0 else EXITED
 
 
 class WorkerPool:
-    """A pool of workers that make batches of one Samples, for one plan after another."""
+    """A pool of workers that prepare batches from one `Samples`, for one plan after another."""
 
     def __init__(
         self, samples: Samples, workers: int, largest_batch: int, timeout_seconds: float
     ) -> None:
         """
         Args:
-            workers: how many processes.
+            workers: number of processes.
             largest_batch: bytes of the images of the largest batch of any plan.
             timeout_seconds: a worker busy with one image for longer counts as hung.
-        Raises: DataError: they cannot be started.
+        Raises: DataError: the workers cannot be started.
         """
         self._samples = samples
         self._bytes = largest_batch
@@ -561,7 +563,8 @@ class WorkerPool:
     def run(self, plan: Iterable[list[SampleKey]]) -> Iterator[_Delivered]:
         """Yields the batches of a plan in order; ends an unfinished run.
 
-        Raises, while iterating: RuntimeError: a batch ended three workers, or its run is over.
+        Raises, while iterating: RuntimeError: a batch killed three workers, or this run has been
+            ended.
         """
         # Results of an abandoned run are dropped, and their slots are free again.
         for _, worker, slot in self._done.values():
@@ -601,7 +604,7 @@ class WorkerPool:
         return True
 
     def _receive_results(self) -> None:
-        """Receives results, and replaces workers that have died or hang."""
+        """Receives results, and replaces workers that have died or hung."""
         heartbeat.alive()  # only a worker can hang here, and that is replaced below
         by_link = {worker.link.fileno(): worker for worker in self._workers}
         for link in wait([*by_link], min(_LOOK_SECONDS, self._timeout)):
@@ -659,7 +662,8 @@ class WorkerPool:
     def _block_culprit(self, task: Task, index: int, code: int, how: str) -> None:
         """Blocks the record at `index` if a worker stopped at it in this batch before.
 
-        Raises: RuntimeError: the batch was stopped too often, and no record is to blame.
+        Raises: RuntimeError: workers died too often in this batch, and no single record is to
+            blame.
         """
         task.stopped_at.append(index)
         # The first death may have another cause, such as a lack of memory.
@@ -716,7 +720,7 @@ def _end_workers(workers: list[Worker], rank_id: int) -> None:
 
 
 def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> None:
-    """Runs a worker process: makes batches while the rank lives."""
+    """Runs a worker process: prepares batches while the rank is alive."""
     worker.link.close()
     os.setpgid(0, 0)  # a signal to the rank's group is for the rank: it still needs its workers
     for number in (signal.SIGTERM, signal.SIGINT):  # the rank's own request a stop after the step
@@ -728,7 +732,7 @@ def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> No
     samples.reading, samples.awaited = worker.reading, worker.awaited
     samples.beat = worker.beat
     samples.pause = lambda seconds: _sleep(seconds, beat, samples.waits_aborted)
-    # So that an idle worker looks for its rank from time to time.
+    # A timeout, so that an idle worker regularly checks that its rank is alive.
     link.settimeout(_LOOK_SECONDS)
 
     def beat() -> None:
@@ -752,7 +756,7 @@ def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> No
 
 
 def _receive(link: socket.socket, rank: int) -> bytes:
-    """Receives from the rank; b"" once it is gone."""
+    """Receives bytes from the rank; b"" once the rank has exited."""
     while os.getppid() == rank:
         with suppress(TimeoutError):
             return link.recv(1 << 16)
@@ -760,7 +764,7 @@ def _receive(link: socket.socket, rank: int) -> bytes:
 
 
 def _send(link: socket.socket, content: bytes, rank: int) -> None:
-    """Sends all content, though the rank may be busy for minutes."""
+    """Sends all of the content, even if the rank is busy for minutes."""
     left = memoryview(content)
     while left and os.getppid() == rank:
         with suppress(TimeoutError):

@@ -27,19 +27,19 @@ class TrainSampler:
 
     An epoch has ceil(epoch_size / total_batch) optimizer steps.  A step takes the next
     `total_batch` positions of the epoch's order and splits them into its micro-batches; the last
-    step splits the remaining positions as evenly as possible into as many.  So an image comes
-    exactly once per epoch, or as often as `copies_N` says, and neither the images of a step nor
-    those of a micro-batch depend on the number of ranks.
+    step splits the remaining positions as evenly as possible into the same number.  So an image
+    comes exactly once per epoch, or as often as `copies_N` says, and neither the images of a step
+    nor those of a micro-batch depend on the number of ranks.
 
     Rank r of W takes micro-batches r, r + W, ..., so ranks may differ by one, or as many as its
     speed allows (`MicroBatches.takers`); of a spread micro-batch every rank takes a share.  A rank
     without an image gets one padding key, index -1, so that it takes part in the collectives.  With
     `parts` each micro-batch is split into that many, for ranks that lack the memory for all of it.
 
-    All ranks build one with equal arguments but `rank`.  `sizes`: (height, width) choices in pixels
-    of multi-scale training; one is drawn per step, the same on all ranks; from step `last_from` on
-    it is `last_size`.  `copies_N`: how often each image is expected in an epoch, see
-    `expected_copies`; None: once.
+    All ranks build a sampler with equal arguments, except for `rank`.  `sizes`: (height, width)
+    choices in pixels of multi-scale training; one is drawn per step, the same on all ranks; from
+    step `last_from` on it is `last_size`.  `copies_N`: how often each image is expected in an
+    epoch, see `expected_copies`; None: once.
     """
 
     dataset_size: int
@@ -63,7 +63,7 @@ class TrainSampler:
 
     @cached_property
     def epoch_size(self) -> int:
-        """Returns the samples of an epoch over all ranks."""
+        """Returns the number of samples per epoch over all ranks."""
         return self.dataset_size if self.copies_N is None else epoch_size(self.copies_N)
 
     @property
@@ -93,7 +93,7 @@ class TrainSampler:
     def numbers(self, step: int) -> Sequence[int]:
         """Returns the numbers of the micro-batches of one optimizer step that this rank takes.
 
-        A rank with only padding gets a number beyond the last.
+        A rank with only padding gets a number beyond that of the last micro-batch.
         """
         images = self._step_images(step)
         count = min(self.batches.count * self.parts, images)
@@ -148,7 +148,7 @@ class TrainSampler:
     def _order(self, epoch: int) -> np.ndarray:
         """Returns image and copy at each position of an epoch, int64 [epoch_size, 2].
 
-        Caches that of the last epoch.
+        Caches the order of the last epoch.
         """
         if epoch not in self._orders:
             self._orders.clear()
@@ -216,8 +216,8 @@ def rectangular_shapes(
 ) -> np.ndarray:
     """Computes the smallest inputs that letterbox each image as in `size`, int64 [N, 2].
 
-    In such an input an image has the very pixels that it has in `size`, with less grey beside
-    them: its shape depends only on the image, not on the rank or batch.
+    In such an input an image has exactly the same pixels as in `size`, with less grey padding: its
+    shape depends only on the image, not on the rank or batch.
 
         scale = min(size / image),  side = ceil(image * scale / multiple + pad) * multiple
 
@@ -226,7 +226,7 @@ def rectangular_shapes(
     Args:
         sizes_N2: height and width of each image in pixels; one of size 0 (not known) gets `size`.
         size: (height, width) of the largest input.
-        multiple: of the sides, in pixels; that of the model's largest stride.
+        multiple: the sides are multiples of this many pixels: the model's largest stride.
         pad: grey that is added to each side before it is rounded up, in multiples.
     """
     image_N2 = np.asarray(sizes_N2, np.int64).reshape(-1, 2)
@@ -278,7 +278,7 @@ def draw_repeated_order(copies_N: np.ndarray, seed: int, epoch: int) -> np.ndarr
 
 
 def epoch_size(copies_N: np.ndarray) -> int:
-    """Returns the samples of every epoch: their expected number, rounded."""
+    """Returns the number of samples per epoch: the expected number, rounded."""
     return math.floor(math.fsum(copies_N) + 0.5)
 
 
@@ -323,13 +323,13 @@ def expected_copies(
 ) -> np.ndarray | None:
     """Computes the expected number of copies of each image per epoch, float64 [N].
 
-    Crowds count for nothing, since training leaves them out.
+    Crowd boxes are not counted, since training leaves them out.
 
     Args:
         difficulty_C: what `difficulty` returned for the last evaluation; None before the first,
             when all classes are equally difficult.  Only used by `difficulty`.
-    Returns: None: exactly one of each (shuffle).
-    Raises: ValueError: difficulty_C has not one number per class.
+    Returns: None if each image comes exactly once (shuffle).
+    Raises: ValueError: difficulty_C does not have one number per class.
     """
     if config.name == "shuffle":
         return None

@@ -55,7 +55,7 @@ class ClassifyTrainSamples(TrainSamples):
         interpolation = random_interpolation(augment.random_interpolation, rng)
         input_HW3 = render(image_HW3, placement, interpolation, colours_34)
         sample = _sample(input_HW3, self._dataset.records[index].labels_M, index)
-        # Hidden pixels may not change the class: only the image is taken over.
+        # Hidden pixels must not change the class, so only the image is kept.
         sample = replace(sample, image_HW3=augment_pixels(sample, augment, rng).image_HW3)
         return self._with_seed(key, sample)
 
@@ -110,7 +110,7 @@ def centred_part(width: int, height: int, shape: tuple[float, float]) -> np.ndar
 
 
 def resize_centre(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Resizes the largest centred part with the aspect of `size` to it.
+    """Resizes the largest centred part with the aspect of `size` to `size`.
 
     The resize is linear.  This is what evaluation and inference see: a centre crop of the short
     side.

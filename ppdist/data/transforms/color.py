@@ -52,10 +52,10 @@ def random_colours(chance: float, rng: np.random.Generator) -> np.ndarray | None
 def recolour_hsv(image_HW3: np.ndarray, change: tuple[float, float, float]) -> np.ndarray:
     """Changes hue, saturation and value of an RGB image.
 
-    Rotates hue by a share of the circle, within +-0.4; changes saturation and value by shares of
-    themselves.  A linear map of (H, S, V) that saturates takes a ninth of the time of a lookup
-    table.  It must not make a hue negative, so a rotation backwards is done forwards with red and
-    blue exchanged, which reverses the circle.
+    Rotates hue by a fraction of the circle, within +-0.4; changes saturation and value by a
+    fraction of their values.  A linear map of (H, S, V) that saturates takes a ninth of the time of
+    a lookup table.  It must not make a hue negative, so a rotation backwards is done forwards with
+    red and blue exchanged, which reverses the circle.
     """
     turn, saturation, value = change
     to_hsv, to_rgb = cv2.COLOR_RGB2HSV, cv2.COLOR_HSV2RGB
@@ -123,8 +123,8 @@ def erase(sample: Sample, augment: AugmentConfig, rng: np.random.Generator) -> S
 
 
 # In order of application, after several images were combined.  Each is named like its key
-# of `data.augment`.  A step that is off draws no random number, so that the samples of other
-# configurations stay.
+# of `data.augment`.  A disabled step draws no random number, so that the samples of other
+# configurations do not change.
 PIXEL_STEPS: tuple[Callable[[Sample, AugmentConfig, np.random.Generator], Sample], ...] = (
     hsv,
     blur,

@@ -141,7 +141,7 @@ class ResizeParams(NamedTuple):
 
     @property
     def scale(self) -> tuple[float, float]:
-        """Returns (y, x): pixels of the input for one of the original."""
+        """Returns (y, x): input pixels per pixel of the original."""
         x1, y1, x2, y2 = self.source
         left, top, right, bottom = self.target
         return (bottom - top) / (y2 - y1), (right - left) / (x2 - x1)
@@ -173,7 +173,7 @@ def letterbox(
 
     Args:
         size: (height, width) of the input.
-        within: (height, width) that the scale is for, where the input has more grey beside it;
+        within: (height, width) that determines the scale if the input has additional grey padding;
             None: `size`.
     """
     within = within or size
@@ -225,7 +225,7 @@ def resize_for_evaluation(
 
 
 def pad_to_aspect(window: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Returns the smallest window (x1, y1, x2, y2) around another with the aspect of the input."""
+    """Returns the smallest window (x1, y1, x2, y2) around a window with the aspect of the input."""
     sides = window[2:] - window[:2]
     shape = np.array([size[1], size[0]], np.float64)
     room = shape * (sides / shape).max() - sides
@@ -247,7 +247,7 @@ def place_window(
     # Outwards, so that the window loses no pixel of the image.
     low, high = np.floor(window[:2] / reduced), np.ceil(window[2:] / reduced)
     low, high = (low * reduced).clip(0, limit - 1), (high * reduced).clip(1, limit)
-    # One pixel at least, even of a window beside the image.
+    # At least one pixel, even if the window lies outside the image.
     high = np.maximum(high, low + 1)
     scale = np.array([size[1], size[0]]) / (window[2:] - window[:2])
     target_low = np.rint((low - window[:2]) * scale).clip(0, [size[1] - 1, size[0] - 1])
@@ -260,8 +260,8 @@ def place_window(
 def map_boxes(boxes_M4: np.ndarray, placement: ResizeParams) -> tuple[np.ndarray, np.ndarray]:
     """Maps boxes to input pixels and clips them to the part that the image fills.
 
-    Returns: boxes [M, 4] and keep_M, which are still objects: the centre is visible and both sides
-        have at least a pixel.
+    Returns: boxes [M, 4]; keep_M, True for those that are still objects: the centre is visible and
+        both sides are at least one pixel long.
     """
     source, target = np.array(placement.source, np.float64), np.array(placement.target, np.float64)
     scale = (target[2:] - target[:2]) / (source[2:] - source[:2])
@@ -271,7 +271,7 @@ def map_boxes(boxes_M4: np.ndarray, placement: ResizeParams) -> tuple[np.ndarray
     seen_M = ((centre_M2 > target[:2]) & (centre_M2 < target[2:])).all(1)
     keep_M = seen_M & (cut_M22[:, 1] - cut_M22[:, 0] >= _SMALLEST_SIDE).all(1)
     if placement.mirror_x:
-        # Mirrored, the last corner is the first.
+        # Mirroring exchanges the first and the last corner.
         cut_M22[:, :, 0] = placement.width - cut_M22[:, ::-1, 0]
     if placement.mirror_y:
         cut_M22[:, :, 1] = placement.height - cut_M22[:, ::-1, 1]
@@ -315,7 +315,7 @@ def _flip_code(mirror_x: bool, mirror_y: bool) -> int:
 
 
 def random_interpolation(on: bool, rng: np.random.Generator) -> int:
-    """Draws one of OpenCV's interpolations; if off, draws nothing and returns the linear one."""
+    """Draws one of OpenCV's interpolations; if disabled, draws nothing and returns linear."""
     return _INTERPOLATIONS[rng.integers(len(_INTERPOLATIONS))] if on else cv2.INTER_LINEAR
 
 
@@ -332,7 +332,7 @@ class GeometryParams(NamedTuple):
     size: (height, width) of the input.
     boxes_M4: of the image's objects, xyxy in its pixels; none of a mosaic's.
     window: the part of the image that fills the input, x1 y1 x2 y2; it may reach beyond the image.
-        None: a mosaic, whose images have places of their own.
+        None: a mosaic, whose images have their own positions.
     matrix_33: applied to the view, in input pixels from its middle; None: none.
     mirror_x, mirror_y: the input is mirrored last.
     """
@@ -465,8 +465,8 @@ def affine(
 
 # In order of application.  Each is named like its key of `data.augment`, draws what it needs and
 # returns the new parameters; a mosaic has no window, so `expand` and `crop` skip it.
-# A new step is a function and a row.  It draws nothing where its key is 0, so that the samples of
-# other configurations stay.
+# A new step is a function and a row.  It draws nothing if its key is 0, so that the samples of
+# other configurations do not change.
 GEOMETRY_STEPS: tuple[
     Callable[[GeometryParams, AugmentConfig, np.random.Generator], GeometryParams], ...
 ] = (expand, crop, flip, flip_vertical, affine)
@@ -534,7 +534,7 @@ def paste(
 def _resize(
     image_HW3: np.ndarray, matrix_33: np.ndarray, out_HW3: np.ndarray, left: int, top: int
 ) -> np.ndarray:
-    """Resizes into `out_HW3`, at (left, top); returns as `paste` does."""
+    """Resizes into `out_HW3` at (left, top); returns the drawn matrix, as `paste` does."""
     (scale_x, _, shift_x), (_, scale_y, shift_y), _ = matrix_33.tolist()
     size = out_HW3.shape[1], out_HW3.shape[0]
     right, bottom = left + size[0], top + size[1]
@@ -580,7 +580,7 @@ def bounding_pixels(
     """Computes left, top, right, bottom of the input pixels around a mapped part.
 
     Args: as of `paste`; size: (height, width) of the input.
-    Returns: left >= right or top >= bottom if no part of it is visible.
+    Returns: the bounds; left >= right or top >= bottom if no part is visible.
     """
     if _is_upright(matrix_33):
         (scale_x, _, shift_x), (_, scale_y, shift_y), _ = matrix_33.tolist()
@@ -734,10 +734,10 @@ def _is_affine(matrix_33: np.ndarray) -> bool:
 
 
 class MosaicCanvas:
-    """A canvas of the size (height, width) of the input, grey at first."""
+    """A canvas of the input's size (height, width), initially grey."""
 
     def __init__(self, size: tuple[int, int]) -> None:
-        # A scalar: 30 times as fast as a colour.
+        # Filling with a scalar is 30 times as fast as filling with a colour.
         self._image_HW3 = np.full((*size, 3), GREY[0], np.uint8)
         self._boxes = [np.zeros((0, 4), np.float32)]
         self._labels = [np.zeros(0, np.int64)]
@@ -759,7 +759,7 @@ class MosaicCanvas:
         return paste(self._image_HW3, image_HW3, part, matrix_33 @ enlarge_33) @ reduce_33
 
     def is_visible(self, width: int, height: int, matrix_33: np.ndarray) -> bool:
-        """Returns True if any part of an image of these sides would be visible."""
+        """Returns True if any part of an image of this size would be visible."""
         source = (0, 0, width, height)
         left, top, right, bottom = bounding_pixels(source, matrix_33, self._image_HW3.shape[:2])
         return left < right and top < bottom
@@ -778,7 +778,7 @@ class MosaicCanvas:
         return keep_M
 
     def sample(self, index: int, colours_34: np.ndarray | None) -> Sample:
-        """Returns the finished sample; nothing may be drawn afterwards."""
+        """Returns the finished sample; nothing may be drawn on the canvas afterwards."""
         image_HW3 = self._image_HW3
         if colours_34 is not None:
             image_HW3 = cv2.transform(image_HW3, colours_34)
