@@ -38,8 +38,8 @@ from ppdist.engine.resume import Start, resumed_micro_batches
 
 HOST, ADDRESSES, CARD = "memory of the host", "address space (ulimit -v)", "memory of the card"
 Bytes = Mapping[str, int]  # by kind
-# The bytes that each batch took, by kind; and the reason why a requested one is missing, with a
-# remedy, or "".
+# (batch -> bytes it used, by kind of memory; why a requested batch was not measured, with a remedy,
+# or "")
 Outcome = tuple[dict[int, dict[str, int]], str]
 MISTAKE, NO_MEMORY = 2, 3  # exit codes of `memory_probe`
 _DRAWS = 10_000  # random draws of the images that are combined into one
@@ -57,7 +57,7 @@ _LATE = (
 def resolve_batch_size(
     config: ExperimentConfig, records: Sequence[ImageRecord], images: int, start: Start
 ) -> tuple[ExperimentConfig, MicroBatches, list[str]]:
-    """Replaces a batch size of `auto`, or one larger than the set, by a number.  Collective.
+    """Replaces a batch size of `auto`, or one larger than the set, with a number.  Collective.
 
     Called before anything large is built, because the trials need the memory.
 
@@ -65,13 +65,14 @@ def resolve_batch_size(
         records: the training images.
         images: samples of an epoch over all ranks.
         start: where the run starts; a resumed run keeps its micro-batches.
-    Returns: the configuration, the same on every rank; the micro-batches of a step; lines for the
-        log.
-    Raises: UserError, on every rank: not even one image fits somewhere, the run could not be built,
-        the total batch is not to be had, or a run that resumes would have other micro-batches.
+    Returns: the configuration, the same on every rank; the micro-batches per step; lines for the
+    log.
+    Raises: UserError, on every rank: not even one image fits on some rank, the run could not be
+        built, the total batch cannot be reached, or a resumed run would get different
+        micro-batches.
     """
     train, world = config.train, comm.world_size()
-    # With a larger micro-batch a step would want more images than the set has.
+    # With a larger micro-batch, a step would need more images than the set has.
     whole_set = max_micro_batch(images, world * train.accumulate_steps)
     batch_size = train.batch_size_per_card
     if start.made_of:
@@ -96,16 +97,17 @@ def resolve_batch_size(
 def _search_batch_size(
     config: ExperimentConfig, records: Sequence[ImageRecord], images: int, whole_set: int
 ) -> tuple[ExperimentConfig, MicroBatches, list[str]]:
-    """Searches the batch size of a new run by trial.  Collective.
+    """Searches for the batch size of a new run by running trials.  Collective.
 
-    Args and result are those of `resolve_batch_size`; whole_set: the batch with which one step
-        takes the whole set.
+    Takes and returns the same as `resolve_batch_size`.
+
+    Args: whole_set: the batch size at which one step uses the whole set.
     """
     train, world = config.train, comm.world_size()
     total = train.total_batch
     max_batch = min(train.auto_batch_most, whole_set if total is None else math.ceil(total / world))
     objects = max_objects([len(record.labels_M) for record in records], config.data.augment)
-    # A barrier, too: all ranks look before the first process takes some of it.
+    # Also a barrier: all ranks read the free memory before any probe allocates some of it.
     limits = comm.run_on_all_ranks(_read_limits)
     deadline = time.monotonic() + _SEARCH_SHARE * config.distributed.timeout_seconds
     trial = trial_of(job_of(config, objects, images), limits, deadline)
@@ -125,11 +127,11 @@ def _search_batch_size(
 def shared_batch(total: int, world: int, max_batch: int, spread: bool) -> int:
     """Finds the largest micro-batch up to `max_batch` that divides a step among ranks.
 
-    It divides evenly if that is possible; else the rank with the most micro-batches takes at most
-    an eighth more images than its share, or the fewest possible.
+    The step is divided evenly if possible; otherwise the rank with the most micro-batches takes at
+    most an eighth more images than an equal share, or as few as possible.
 
     Args:
-        total: images of a step over all ranks.
+        total: images per step over all ranks.
         spread: each micro-batch is spread over all ranks; the result is then one rank's share.
     """
     if spread:
@@ -194,14 +196,15 @@ def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any
     """Returns the fields of a run's `memory_probe.Job` that are the same in every trial.
 
     Args:
-        objects: largest number of padded boxes of an image.
+        objects: largest number of boxes per image, to which all images are padded.
         images: samples of an epoch over all ranks.
     """
     train = config.train
-    # Two micro-batches need as much memory as more of them: the second adds its gradients.
+    # Two micro-batches need as much memory as any larger number: the second one already accumulates
+    # gradients.
     micro_batches = 2 if (train.total_batch is not None or train.accumulate_steps > 1) else 1
     trial_config = _set_batch(config, 1, {"total_batch": None, "accumulate_steps": micro_batches})
-    # The probe is one process, which shares its steps with none.
+    # The probe is a single process, so there are no ranks to share its steps with.
     distributed = config.distributed.model_copy(update={"shares": None})
     changes = {"device": device.kind(), "distributed": distributed}
     return {
@@ -227,17 +230,18 @@ class SearchResult:
 def search(
     trial: Callable[[Sequence[int]], Outcome], limits: Bytes, max_batch: int
 ) -> SearchResult:
-    """Searches the largest batch up to `max_batch` that trains within its limits, by trial.
+    """Searches for the largest batch up to `max_batch` that trains within the limits, by trials.
 
-    One process doubles the batch as long as the next should fit.  Each further trial has a process
-    of its own, which starts with its batch as the run will, and goes on to the largest that should
-    fit; once a trial fails, they halve the gap.  A batch is not tried if the last two measurements
-    predict that it passes a limit: on a shared host that might end other processes.
+    The first process doubles the batch as long as the next one is predicted to fit.  Each further
+    trial runs in its own process, which starts directly with its batch, as the run will, and tries
+    the largest batch predicted to fit; once a trial fails, the trials bisect the gap.  A batch is
+    not tried if the last two measurements predict that it exceeds a limit: on a shared host, that
+    could kill other processes.
 
     Args:
-        trial: trains with batches, in ascending order, in one process; it stops before one that
-            should not fit.
-        limits: bytes that may be taken, by kind.
+        trial: trains with batches, in ascending order, in one process; stops before a batch that is
+        predicted not to fit.
+        limits: bytes that may be used, by kind of memory.
     Raises: ConfigError: not even one image fits, or training fails altogether; errors of `trial`.
     """
     doubled = doublings(max_batch)
@@ -257,9 +261,9 @@ def search(
         top = min(largest_batch(measured, limits, max_batch), high - 1)
         if top - low < max(1, low // _WORTH_A_TRIAL):
             break
-        # The first process may have taken too much, because smaller batches left gaps in its heap;
-        # so larger batches are predicted anew after each trial.
-        # Doubling at most: the line through two small batches is no safe prediction far beyond.
+        # The first process may have used more than necessary, because smaller batches fragmented
+        # its heap; so larger batches are predicted anew after each trial.
+        # At most double: a line through two small batches does not extrapolate safely any further.
         batch = min(2 * low, top) if high > max_batch else (low + top + 1) // 2
         measured |= trial([batch])[0]
         if batch in measured and fits(measured[batch], limits):
@@ -281,14 +285,15 @@ def fits(used: Bytes, limits: Bytes) -> bool:
 
 
 def largest_batch(measured: Mapping[int, Bytes], limits: Bytes, max_batch: int) -> int:
-    """Predicts the largest batch up to `max_batch` that fits, from the measured ones.
+    """Predicts the largest batch up to `max_batch` that fits, from the measured batches.
 
-    For each kind of memory the model is a constant plus an amount per image: a line through the two
-    largest batches, or, with one measurement, a line through zero, which predicts a smaller batch.
+    Memory of each kind is modelled as a constant plus an amount per image: a line through the two
+    largest batches or, if there is only one measurement, through the origin, which predicts a
+    smaller batch.
 
     Args:
-        measured: batch -> memory it took; at least one entry.
-    Returns: 0: not even one image fits.
+        measured: batch -> memory it used; at least one entry.
+        Returns: the batch; 0 if not even one image fits.
     """
     (*_, previous, last) = [0, *sorted(measured)]
     result = max_batch
@@ -315,12 +320,13 @@ def tightest(used: Bytes, limits: Bytes) -> str:
 def trial_of(
     job: Mapping[str, Any], limits: Bytes, deadline: float
 ) -> Callable[[Sequence[int]], Outcome]:
-    """Returns a function for `search` that trains with batches in a separate process.
+    """Returns the `trial` function of `search`, which trains with batches in a separate process.
 
     Args:
         job: from `job_of`.
-        deadline: by time.monotonic(); a process that has not finished by then is killed.
-    Raises (when called): UserError: the run itself could not be built either.
+        deadline: in time.monotonic() seconds; a process still running then is killed.
+    Raises (when the returned function is called): UserError: the run itself could not be built
+    either.
     """
 
     def trial(batches: Sequence[int]) -> Outcome:
@@ -340,7 +346,7 @@ def trial_of(
 def _run_probe(folder: Path, deadline: float) -> str:
     """Runs `memory_probe`; returns the reason why it ended early, with a remedy, or "".
 
-    Raises: UserError: the configuration is wrong, so that the run would fail as well.
+    Raises: UserError: the configuration is invalid, so the run would fail as well.
     """
     if time.monotonic() > deadline:
         return _LATE
@@ -356,7 +362,7 @@ def _run_probe(folder: Path, deadline: float) -> str:
 
 
 def _explain_exit(code: int, folder: Path, output: Path) -> str:
-    """Explains the exit code of a probe; args and result are those of `_run_probe`."""
+    """Explains the exit code of a probe; returns and raises the same as `_run_probe`."""
     if code == 0:
         return ""
     if code == MISTAKE and (folder / "mistake").exists():
@@ -375,8 +381,8 @@ def _explain_exit(code: int, folder: Path, output: Path) -> str:
 def free_memory(ranks_on_host: int) -> dict[str, int]:
     """Returns the bytes that this rank may still take, by kind of memory.
 
-    The host's memory is divided by its ranks.  A card that does not report its free memory is
-    missing in the result.
+    The host's memory is divided among its ranks.  If the card does not report its free memory, the
+    result has no entry for it.
     """
     free_bytes = {HOST: available_memory() // max(1, ranks_on_host)}
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -389,7 +395,7 @@ def free_memory(ranks_on_host: int) -> dict[str, int]:
 
 
 def _free_on_card() -> int | None:
-    """Returns the free bytes on the card; None: unknown.  Never tested on a GPU."""
+    """Returns the free bytes on the card, or None if unknown.  Never tested on a GPU."""
     try:
         return int(paddle.cuda.mem_get_info()[0])
     except Exception:  # Paddle 3.2 has no such function; a driver may refuse in its own way
@@ -397,7 +403,7 @@ def _free_on_card() -> int | None:
 
 
 class Meter:
-    """A meter of this process's peak memory since the meter was made."""
+    """A meter of this process's peak memory since the meter was created."""
 
     def __init__(self) -> None:
         memory = process_memory()

@@ -17,7 +17,7 @@ _BAD_STEPS = "bad_steps.jsonl"
 
 
 class BadSteps:
-    """The record of a run's skipped steps, in bad_steps.jsonl, to find their cause."""
+    """The record of a run's skipped steps in bad_steps.jsonl, for finding their cause."""
 
     def __init__(self, folder: Path, batch_source: BatchSource, log: RunLog) -> None:
         """Args: folder: output_dir of the run."""
@@ -30,15 +30,16 @@ class BadSteps:
     ) -> tuple[str, str]:
         """Adds a skipped step with its images.  Collective.
 
-        The images are those of the ranks where a term was not finite; if no rank has such a term,
-        those of all ranks.
+        Records the images of the ranks where a term was not finite, or of all ranks if no rank has
+        such a term.
 
         Args:
             reason: why the step was skipped.
-            images: positions in the set, of this rank.
-            loss: of this rank, a sum over them.
+            images: positions in the set of this rank's images.
+            loss: this rank's loss, summed over these images.
             not_finite: see `StepResult.own_not_finite`.
-        Returns: text for a message: the first images; the terms that were not finite, with ranks.
+        Returns: texts for a message: the first images; the terms that were not finite, with their
+            ranks.
         """
         # As text, because JSON has neither NaN nor infinity.
         own_loss = loss if math.isfinite(loss) else f"{loss}"
@@ -67,7 +68,7 @@ class BadSteps:
 
     @property
     def path(self) -> str:
-        """Returns the path of the file, with the host if there are several."""
+        """Returns the path of the file; its name contains the host if there are several hosts."""
         several = len({*comm.addresses()}) > 1
         return f"{self._folder / _BAD_STEPS}" + f" on host {comm.host()}" * several
 
@@ -75,7 +76,7 @@ class BadSteps:
 def _describe_terms(terms_W: Sequence[tuple[Sequence[str], str]]) -> str:
     """Describes terms and the ranks where they were not finite: `loss on rank 1 (host a)`.
 
-    Args: terms_W: for each rank its terms that were not finite, and its host.
+    Args: terms_W: for each rank, its terms that were not finite, and its host.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, (terms, _) in enumerate(terms_W):

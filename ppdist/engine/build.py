@@ -120,7 +120,7 @@ _LOSSES = {
 def loss_of(model: ModelConfig | DetectorConfig) -> type[Loss]:
     """Returns the loss class of a model, ours or a plugin's, by its `model` section.
 
-    Raises: ConfigError: it is a plugin's and cannot be imported.
+    Raises: ConfigError: it belongs to a plugin and cannot be imported.
     """
     target = model.loss if isinstance(model, DetectorConfig) else _LOSSES[model.name]
     loss: type[Loss] = plugin.load(target)
@@ -143,7 +143,7 @@ class TrainingData:
 
     Attributes:
         bad_images: training images that cannot be used.
-        images: samples of an epoch over all ranks.
+        images: samples per epoch over all ranks.
         pixels: see `Run`.
     """
 
@@ -156,7 +156,7 @@ class TrainingData:
 
 @dataclass
 class Decisions:
-    """The decisions about a training, all checked before it writes anything.
+    """The decisions about a training run, all checked before it writes anything.
 
     Attributes:
         size: parameters and GFLOPs of the model.
@@ -194,14 +194,14 @@ def decide_training(
     """Decides and checks everything that a run does before it writes.  Collective.
 
     Args:
-        hold: keep others from training in output_dir, if it exists.
+        hold: keep other processes from training in output_dir, if it exists.
         config, output_dir, evaluate, resume, kernels: see `build_training`.
     Raises: UserError: invalid data, weights, checkpoint or configuration.
     """
-    # First, because without fleetrun its clock starts here.
+    # First, because without fleetrun the clock of the time budget starts here.
     budget = None if config.train.hours is None else TimeBudget(config.train.hours)
     messages = Messages()
-    # Before anything else that is collective: ranks that differ might reach other collectives.
+    # Before any other collective: ranks with different settings might reach different collectives.
     messages.warn(
         About.MACHINE, preflight(config, evaluate=evaluate, resume=resume, kernels=kernels)
     )
@@ -249,9 +249,9 @@ def decide_training(
 
 
 def _hold(output_dir: Path) -> list[str]:
-    """Keeps others from training in a folder, if it exists; returns warnings.
+    """Keeps other processes from training in a folder, if it exists; returns warnings.
 
-    A lost host's lock ends when the server of its files misses it.
+    The lock of a lost host is released once the file server notices that the host is gone.
     """
     seconds = {"seconds": _LOST_HOST_SECONDS} if comm.was_restarted() else {}
     return files.hold(output_dir, **seconds) if output_dir.exists() else []
@@ -280,9 +280,9 @@ def build_training(
 
     Args:
         output_dir: where the run writes.
-        evaluate: evaluate during training and keep the best (`--eval`).
-        command: as the user typed it, for environment.json.
-        callbacks: of this rank, called in this order.
+        evaluate: evaluate during training and keep the best checkpoint (`--eval`).
+        command: the command line as the user typed it, for environment.json.
+        callbacks: this rank's callbacks, called in this order.
         kernels: the CPU kernels of `train.amp`.
     Raises: UserError: invalid data, weights, checkpoint or configuration.
     """
@@ -304,7 +304,7 @@ def build_training(
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.in_place, bool(start.rescored))
         trainer.train_step.loss.begin()  # now that anchors are known
-        # After `restore`, which replaces the state by that of the checkpoint.
+        # After `restore`, which replaces the state with the checkpoint's.
         trainer.state.run = decisions.run
         _record_start(decisions, log)
         undo.pop_all()
@@ -317,7 +317,7 @@ def _take_folder(
 ) -> None:
     """Takes a folder for this run and writes its configuration there.  Collective.
 
-    Args: typed_config: the configuration as typed, before anything was resolved.
+    Args: typed_config: the configuration as the user wrote it, before anything was resolved.
     """
     data, messages = decisions.data, decisions.messages
     messages.warn(About.MACHINE, comm.run_on_main(lambda: files.hold(output_dir)))
@@ -365,7 +365,7 @@ def _announce(decisions: Decisions, output_dir: Path, log: RunLog) -> None:
 
 
 def _record_start(decisions: Decisions, log: RunLog) -> None:
-    """Writes where the run begins, and with what numbers."""
+    """Records where the run begins, and with which numbers."""
     config, schedule, start = decisions.config, decisions.schedule, decisions.start
     log_start(start, schedule, log, config.log.every_steps, config.train.steps is not None)
     log.table("derived", schedule.rows())
@@ -388,7 +388,7 @@ def _prepare_model(
 ) -> None:
     """Loads pretrained weights if the run starts anew.  Collective.
 
-    Adds the report, and the frozen layers and rates of single layers, to the messages.
+    Adds the loading report, the frozen layers and the per-layer learning rates to the messages.
     """
     if anew:
         comm.run_on_all_ranks(lambda: keep_sources(config, output_dir))
@@ -461,7 +461,7 @@ def _fit_anchors(
 ) -> None:
     """Refits anchors that do not suit the training set.  Collective.
 
-    Rank 0 decides for all: the last digit of a logarithm may depend on the processor.
+    Rank 0 decides for all ranks: the last digit of a logarithm may depend on the processor.
     """
     if not (model.needs_anchors and model.fits_anchors):
         return
@@ -492,7 +492,7 @@ def _build_trainer(
     """
     config, schedule, model = decisions.config, decisions.schedule, decisions.model
     train_set, val_set, dirs = decisions.data.train_set, decisions.data.val_set, decisions.dirs
-    # A second model takes the averaged weights, so a failed evaluation cannot touch the training.
+    # A second model takes the averaged weights, so a failed evaluation cannot affect training.
     evaluated_model = model if val_set is None else build_model(config)
     slow = speed_up_cpu(config, [model, evaluated_model])
     if slow:
@@ -507,7 +507,7 @@ def _build_trainer(
     if isinstance(train_step.loss, DistilledLoss):
         log.detail(train_step.loss.distillation.about)
 
-    # No other rank shows pictures.
+    # Other ranks show no pictures.
     pictures = EvaluationPictures(names, config.log.images if comm.is_main() else 0)
     evaluator = None
     if val_set is not None:
@@ -541,7 +541,7 @@ def _build_trainer(
         log=log,
         epoch_means=means,
         record_sums=metrics_logger,
-        # Users' callbacks come last, so that an error in one loses no record of the step.
+        # Users' callbacks come last, so that an error in one of them loses no record of the step.
         callbacks=[
             *([HeartbeatCallback()] if launcher_folder() or is_distributed else []),
             *([StragglerMonitor(log)] if is_distributed else []),
@@ -563,7 +563,7 @@ def _build_loggers(
 ) -> list[Callback]:
     """Builds the callbacks that report epochs and evaluations.
 
-    Args: evaluator: None: nothing is evaluated.
+    Args: evaluator: None if nothing is evaluated.
     """
     steps = decisions.schedule.steps_per_epoch
     if evaluator is None:
@@ -581,11 +581,11 @@ def _build_loggers(
 
 
 class Policies(NamedTuple):
-    """The policies of a training, which change its course but not its mathematics.
+    """The policies of a training run, which change its course but not its mathematics.
 
-    step_policies: policies of a step, but for the average of the weights, which
-        `build_train_step` adds.
-    make_run_policies: makes the policies of the run, given its step.
+    step_policies: the step policies, except the averaging of weights, which `build_train_step`
+    adds.
+    make_run_policies: builds the run policies from the train step.
     stop: the stop request of this process.
     """
 
@@ -595,7 +595,7 @@ class Policies(NamedTuple):
 
 
 def build_policies(decisions: Decisions, source: BatchSource, log: RunLog) -> Policies:
-    """Builds the policies of a training, in the order in which they are asked."""
+    """Builds the policies of a training run, in the order in which they are consulted."""
     config, schedule = decisions.config, decisions.schedule
     stop, stand_in = StopRequest(), StandIn()
     ends: list[Stop | TimeLimit] = [Stop(stop)]
@@ -624,7 +624,7 @@ def intervals(
 ) -> tuple[int, int]:
     """Returns the optimizer steps between checkpoints (0: only best and last) and evaluations.
 
-    Both are rounded up to steps after which all ranks hold the same weights.
+    Both are rounded up to the next step after which all ranks hold the same weights.
     """
     save_every = config.checkpoint.every_steps or 0
     if config.checkpoint.every_steps is None and config.checkpoint.every_epochs > 0:
@@ -672,7 +672,7 @@ def build_schedule_setup(
 
     Args:
         dataset_size: samples of an epoch over all ranks.
-        batches: of a step; None: those of the configuration on the present ranks.
+        batches: micro-batches per step; None: as configured, for the current number of ranks.
     """
     world, ranks = comm.world_size(), config.distributed
     batches = batches or config.train.micro_batches(world)
@@ -697,7 +697,7 @@ def build_schedule_setup(
 def with_epochs(
     config: ExperimentConfig, dataset_size: int, batches: MicroBatches
 ) -> ExperimentConfig:
-    """Returns the configuration with the epochs that `train.steps` make on these data, if set.
+    """Returns the configuration with `train.steps`, if set, converted to epochs on this data.
 
     Args: dataset_size, batches: as in `build_schedule_setup`.
     """
@@ -724,13 +724,13 @@ def build_train_step(
 
     Args:
         kernels: the CPU kernels of `train.amp`.
-        class_names: of class 0, 1, ...; a teacher's are matched to them.
-        policies: besides the average of the weights, which comes first.
+        class_names: names of classes 0, 1, ...; a teacher's classes are matched to them.
+        policies: all step policies except the averaging of weights, which is put first.
     """
     train = config.train
     frozen = frozenset[str]() if train.freeze is None else freeze(model, train.freeze)
     distillation = None
-    # Adds adapters to the model, so it comes before everything that lists the parameters.
+    # Adds adapters to the model, so it must precede everything that lists the parameters.
     if config.distill is not None:
         distillation = build_distillation(
             config.distill, config.model, model, config.seed, class_names
@@ -784,7 +784,7 @@ def build_precision(amp: AmpConfig, kernels: Kernels) -> Precision:
 
 
 def trial_policies() -> list[StepPolicy]:
-    """Builds the policies of trial steps: no rank waits for one without memory or images."""
+    """Builds the policies of trial steps: no rank waits for one that lacks memory or images."""
     return [StandIn(), Outage()]
 
 
@@ -798,7 +798,7 @@ def build_batch_source(
     """Builds the source of this rank's training micro-batches.  Collective.
 
     Args:
-        plots: folder where rank 0 draws some of its batches; None: no pictures.
+        plots: folder for pictures of some of rank 0's batches; None: no pictures.
         put: writes the pictures, see `RunLog.put`.
     """
     augment = config.data.augment.with_epoch_scale(schedule.phase_scale)
@@ -827,14 +827,14 @@ def build_evaluator(
     loss: Loss | None = None,
     nms: NMSConfig | None = None,
 ) -> Evaluator | ClassificationEvaluator:
-    """Builds the evaluator of this rank's share of a split.
+    """Builds the evaluator for this rank's share of a split.
 
     Every rank builds one.
 
     Args:
         observer: called with each batch; None: no observer.
-        loss: the training loss, measured as well; None: not measured.
-        nms: of a detector; None: that of the configuration.
+        loss: the training loss, to be measured as well; None: it is not measured.
+        nms: the NMS settings of a detector; None: those of the configuration.
     """
     loader = EvalLoader(
         dataset,
@@ -863,10 +863,10 @@ def build_evaluator(
 def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
     """Divides the host's cores among its ranks and enables oneDNN.  Collective.
 
-    OMP_NUM_THREADS, if set, overrides the cores per rank.  CPU convolutions use oneDNN if they
-    match Paddle's on every rank.
+    OMP_NUM_THREADS, if set, overrides the cores per rank.  Convolutions on a CPU use oneDNN if the
+    results match Paddle's own on every rank.
 
-    Call it after the data are read: from then on freed memory is kept for the next step.
+    Call it after reading the data: once it has run, freed memory is kept for the next step.
 
     Returns: a warning if the convolutions differ; else "".
     """

@@ -16,12 +16,12 @@ from ppdist.engine.train_step import TrainStep
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The parts of a beginning run that a callback can reach.
+    """The parts of a run that a callback can access when training begins.
 
     Attributes:
         evaluated_model: takes the averaged weights for evaluation: a second model, or, where
             nothing is evaluated, the trained one.
-        output_dir: of the run.
+        output_dir: the output folder of the run.
         done_steps: optimizer steps before this start; 0, or those of the checkpoint it resumes.
         total_steps: optimizer steps of the whole run.
     """
@@ -70,7 +70,7 @@ class Callback:
         """
 
     def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
-        """Called after each computed step, also where no rank applied it.
+        """Called after each computed step, even if no rank applied it.
 
         Args:
             result: the same losses, gradient norm and decision on every rank.
@@ -87,21 +87,22 @@ class Callback:
         """Called after an evaluation that did not fail.
 
         Args:
-            step: the step after which it was made.
+            step: the step after which the evaluation ran.
             metrics: the same on every rank.
-            is_best: no evaluation of this run scored more; its snapshot is taken next.
+            is_best: True if no evaluation of this run scored higher; its snapshot is taken next.
         """
 
     def on_epoch_end(self, epoch: int, step: int, numbers: Mapping[str, float]) -> None:
         """Called after the last step of an epoch and any due evaluation.
 
         Args:
-            epoch: its number, from 1.
-            step: its last one.
+            epoch: number of the epoch, from 1.
+            step: the last step of the epoch.
             numbers: a row of `Run.history()`: the means of `loss` and its parts over the steps of
-                the epoch, `lr`, `images_per_second`, `seconds`, and results of an evaluation at its
-                end, such as `mAP` and `val_loss`.  Times differ between ranks.  A resumed run has
-                the means of the whole epoch, or `partial` if its checkpoint has no sums.
+                the epoch, `lr`, `images_per_second`, `seconds`, and results of an evaluation at the
+                end of the epoch, such as `mAP` and `val_loss`.  Times differ between ranks.
+                A resumed run has the means of the whole epoch, or `partial` if its checkpoint has
+                no sums.
         """
 
     def on_save(self, step: int) -> None:
@@ -114,6 +115,6 @@ class Callback:
         """Called once the last checkpoint is on disk; not after an error.
 
         Args:
-            step: the last one made.
+            step: the last step done.
             reason: "total", "early_stopping", "hours" (train.hours) or "signal".
         """

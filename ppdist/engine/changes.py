@@ -14,7 +14,7 @@ from ppdist.engine.continuation import Continuation
 
 
 class Change(NamedTuple):
-    """A changed key, with its previous and present value as JSON; `absent` if it has none."""
+    """A changed key, with its previous and present values as JSON; `absent` stands for no value."""
 
     key: str
     previous: str
@@ -26,7 +26,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Changes:
-    """Keys that differ from a checkpoint, by consequence."""
+    """Keys that differ from a checkpoint's, grouped by consequence."""
 
     free: list[Change] = field(default_factory=list)  # none
     scores: list[Change] = field(default_factory=list)  # scores are no longer comparable
@@ -35,9 +35,9 @@ class Changes:
 
 
 def changes(previous: Section, now: Section, by_scores: bool) -> Changes:
-    """Compares two configurations key by key, and sorts what differs by consequence.
+    """Compares two configurations key by key, and groups the differences by consequence.
 
-    Args: by_scores: the order of images follows the scores of evaluations, so settings that
+    Args: by_scores: True if the order of images depends on evaluation scores, so that settings that
         change scores change training as well.
     """
     result = Changes()
@@ -64,9 +64,9 @@ def changes(previous: Section, now: Section, by_scores: bool) -> Changes:
 def require_same_settings(
     checkpoint: Path, config: ExperimentConfig, continuation: Continuation
 ) -> Changes:
-    """Checks that a configuration trains as that of a checkpoint did.
+    """Checks that a configuration trains in the same way as a checkpoint's.
 
-    Returns: the differences, where they are allowed.
+    Returns: the differences, if they are allowed.
     Raises: CheckpointError: keys that affect training differ; the message lists them.
     """
     file = checkpoint / "config.yml"
@@ -100,5 +100,5 @@ def require_same_settings(
 
 
 def join_changes(rows: Sequence[Change]) -> str:
-    """Joins changes to one line of text."""
+    """Joins changes into one line of text."""
     return "; ".join(map(str, rows))
