@@ -240,7 +240,7 @@ def search(
 
     Args:
         trial: trains with batches, in ascending order, in one process; stops before a batch that is
-        predicted not to fit.
+            predicted not to fit.
         limits: bytes that may be used, by kind of memory.
     Raises: ConfigError: not even one image fits, or training fails altogether; errors of `trial`.
     """
@@ -293,7 +293,7 @@ def largest_batch(measured: Mapping[int, Bytes], limits: Bytes, max_batch: int) 
 
     Args:
         measured: batch -> memory it used; at least one entry.
-        Returns: the batch; 0 if not even one image fits.
+    Returns: the batch; 0 if not even one image fits.
     """
     (*_, previous, last) = [0, *sorted(measured)]
     result = max_batch
@@ -326,7 +326,7 @@ def trial_of(
         job: from `job_of`.
         deadline: in time.monotonic() seconds; a process still running then is killed.
     Raises (when the returned function is called): UserError: the run itself could not be built
-    either.
+        either.
     """
 
     def trial(batches: Sequence[int]) -> Outcome:

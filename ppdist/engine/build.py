@@ -584,7 +584,7 @@ class Policies(NamedTuple):
     """The policies of a training run, which change its course but not its mathematics.
 
     step_policies: the step policies, except the averaging of weights, which `build_train_step`
-    adds.
+        adds.
     make_run_policies: builds the run policies from the train step.
     stop: the stop request of this process.
     """

@@ -49,8 +49,8 @@ from ppdist.common.manifest import CARD_FILE, CARD_NOTE, MANIFEST, checked_files
 
 _NAME = re.compile(r"^step-(\d+)$")
 _DRAFTS = r"step-\d+|last|best"
-# Files of a run in its output_dir, with its report and its export.  Without run.lock, which this
-# run holds, and recipe.yml, with which this run may have been started.
+# Files of a run in its output_dir, including its report and its export.  Not run.lock, which the
+# current run holds, nor recipe.yml, from which it may have been started.
 FILES_OF_A_RUN = (
     "bad_steps.jsonl",
     "checkpoints",
@@ -69,9 +69,9 @@ FILES_OF_A_RUN = (
 DRAFTS_OF_A_RUN = "|".join(map(re.escape, FILES_OF_A_RUN))  # see `remove_drafts`
 _BLOCK_BYTES = 1 << 20
 _BESIDE_BYTES = 50e6  # logs and pictures of a run: the demo writes 4 MB
-# Pauses before the last checkpoint of a run is retried: a disk may be full for a moment.
+# Pauses before retries of a run's last checkpoint: the disk may be full only briefly.
 _RETRY_SECONDS = (1.0, 4.0, 10.0)
-# How safetensors names the types of numpy.
+# safetensors' names of numpy dtypes.
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16",
@@ -107,17 +107,17 @@ def save_checkpoint(
 ) -> Path:
     """Writes `folder/step-N` atomically and points `last` at it.
 
-    One thread of rank 0 calls it.  `last` stays if it points at a later step: a best checkpoint
-    that the disk refused is written late.
+    Called by a single thread of rank 0.  `last` is left alone if it already points at a later step:
+    a best checkpoint that could not be written at first is written late.
 
     Args:
-        step: has no checkpoint in `folder` yet; see `set_aside`.
-        groups: name -> arrays; one .safetensors file each.
+        step: optimizer step, without a checkpoint in `folder` so far; see `set_aside`.
+        groups: name -> arrays; each group gets a .safetensors file.
         state: JSON values, for state.json.
-        model_card: its text, which the weights carry, too; "": none.
+        model_card: text of the model card, which is also stored in the weights file; "": none.
     Raises:
-        CheckpointError: the disk refused (full, read-only); older checkpoints are untouched.
-        ConfigError: another training has the folder by now (`require_held`).
+        CheckpointError: the write failed (disk full or read-only); older checkpoints are untouched.
+        ConfigError: another training run now holds the folder (`require_held`).
     """
     final = path_of(folder, step)
     draft = draft_of(final)
@@ -138,7 +138,8 @@ def save_checkpoint(
             files[name] = _write_durably(draft / name, [text.encode()])
         manifest = json.dumps({"step": step, "files": files}, indent=1)
         _write_durably(draft / MANIFEST, [manifest.encode()])
-        # In this order, so that after a power cut the name exists only with complete files.
+        # In this order, so that after a power cut the directory has its final name only if its
+        # files are complete.
         sync_path(draft)
         require_held(folder.parent)  # late: another training may have taken the folder meanwhile
         draft.rename(final)
@@ -168,13 +169,12 @@ def _safetensors(
 ) -> Iterator[Any]:
     """Yields a .safetensors file in pieces: its header, then the arrays.
 
-    The library's own `save` copies everything and holds the interpreter's lock meanwhile, which
-    training needs.
+    The library's own `save` copies everything while holding the GIL, which training needs.
     Source: github.com/huggingface/safetensors, README, section Format.
     """
     header: dict[str, Any] = {"__metadata__": dict(notes)} if notes else {}
     at = 0
-    # The largest items first, as the library does, so that each array is aligned.
+    # Largest item sizes first, as in the library, so that each array is aligned.
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
     for key, array in ordered:
         place = [at, at := at + array.nbytes]
@@ -191,8 +191,8 @@ def _safetensors(
 def _write_durably(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
     """Writes bytes durably to disk; returns the file's manifest entry.
 
-    Writes in blocks, without a Python buffer: hashing and writing a block release the interpreter
-    to training, and a loader worker that is forked meanwhile inherits no unwritten bytes.
+    Writes in blocks, without a Python buffer: hashing and writing a block release the GIL to
+    training, and a loader worker forked meanwhile inherits no unwritten bytes.
     """
     digest, size = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file:
@@ -212,9 +212,9 @@ def check_room(folder: Path, snapshot: Snapshot, count: int, moments: int = 0) -
     """Checks the free space for the checkpoints of a run, before its first step.
 
     Args:
-        count: checkpoints that lie there at the same time.
-        moments: arrays of the size of the model that the first step adds to the snapshot.
-    Returns: a warning if older checkpoints will have to go early; else "".
+        count: number of checkpoints that the folder holds at the same time.
+        moments: number of model-sized sets of arrays that the first step adds to the snapshot.
+    Returns: a warning if older checkpoints will have to be deleted early; else "".
     Raises: CheckpointError: not even one checkpoint fits.
     """
     size = _count_bytes(snapshot.groups) + moments * _count_bytes({"": snapshot.groups["model"]})
@@ -228,7 +228,7 @@ def check_room(folder: Path, snapshot: Snapshot, count: int, moments: int = 0) -
         free = free_disk(folder)
     except OSError:  # an estimate that cannot be made ends no run
         return ""
-    # As `prune_to_newest` deletes.
+    # The checkpoints that `prune_to_newest` would delete.
     spare = sum(used_bytes[path] for path in checkpoints[1:] if path.resolve() not in linked_paths)
     if free + spare < size:
         raise CheckpointError(
@@ -260,21 +260,21 @@ def _describe_free_space(folder: Path) -> str:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Returns the path that the checkpoint of a step has, or would have."""
+    """Returns the path of a step's checkpoint, whether or not it exists."""
     return folder / f"step-{step:08d}"
 
 
 def point(link: Path, target: Path) -> None:
-    """Makes `link` a relative link to a checkpoint beside it, atomically."""
+    """Points `link` at a checkpoint in the same folder, as a relative link, atomically."""
     draft = draft_of(link)
     draft.symlink_to(target.name)
     draft.replace(link)
 
 
 def point_at_step(link: Path, step: int) -> None:
-    """Points `link` at the checkpoint of a step beside it, if there is one.
+    """Points `link` at a step's checkpoint in the same folder, if there is one.
 
-    A kill between writing a checkpoint and its links leaves the link behind.
+    If a run is killed between writing a checkpoint and its links, the links are outdated.
     """
     path = path_of(link.parent, step)
     if path.is_dir() and not (link.is_symlink() and link.resolve() == path.resolve()):
@@ -284,7 +284,7 @@ def point_at_step(link: Path, step: int) -> None:
 def prune(folder: Path, *, keep: int, best_step: int = 0) -> None:
     """Deletes old checkpoints and abandoned drafts.
 
-    The newest `keep`, the best, and the targets of the links `best` and `last` stay.
+    Keeps the newest `keep` checkpoints, the best, and the targets of the links `best` and `last`.
     """
     remove_drafts(folder, _DRAFTS)
     _delete(_list_checkpoints(folder)[keep:], folder, best_step)
@@ -293,9 +293,9 @@ def prune(folder: Path, *, keep: int, best_step: int = 0) -> None:
 def prune_to_newest(folder: Path, best_step: int) -> bool:
     """Deletes all but the newest valid checkpoint of a folder, to free space.
 
-    The best one and those that links name stay as well.
+    Also keeps the best checkpoint and those that links point at.
 
-    Returns: True if it deleted any.
+    Returns: True if any was deleted.
     """
     newest, _ = newest_valid(folder)
     if newest is None:
@@ -305,10 +305,10 @@ def prune_to_newest(folder: Path, best_step: int) -> bool:
 
 
 def _delete(paths: Sequence[Path], folder: Path, best_step: int) -> bool:
-    """Deletes checkpoints other than the best and those that links name.
+    """Deletes checkpoints other than the best and those that links point at.
 
-    Returns: True if it deleted any.
-    Raises: ConfigError: another training has the folder by now (`require_held`).
+    Returns: True if any was deleted.
+    Raises: ConfigError: another training run now holds the folder (`require_held`).
     """
     require_held(folder.parent)
     links = [folder / name for name in ("best", "last")]
@@ -328,20 +328,20 @@ def _delete(paths: Sequence[Path], folder: Path, best_step: int) -> bool:
 
 
 def set_aside(folder: Path, step: int) -> Path | None:
-    """Moves checkpoints beyond a step aside; rank 0 alone.
+    """Moves checkpoints beyond a step aside; only rank 0 calls it.
 
-    A run starts at that step.  They belong to another run (with step 0: all of them), or are
-    damaged.  Otherwise they would pass for the newest ones of this run: `prune` would keep
-    them and delete its own, and `newest_valid` would resume from them.
+    The run starts at that step, so these checkpoints belong to another run (with step 0: all of
+    them), or are damaged.  If left in place, they would pass for this run's newest checkpoints:
+    `prune` would keep them and delete the run's own, and `newest_valid` would resume from them.
 
-    Returns: where they are now, a new directory beside `folder`, or in it if it is a link; None:
-        there were none.
-    Raises: CheckpointError: the disk refused.
+    Returns: the new directory they were moved to, beside `folder`, or inside it if `folder` is a
+        link; None: there were no such checkpoints.
+    Raises: CheckpointError: the files could not be moved.
     """
     later_paths = [path for path in _list_checkpoints(folder) if _parse_step(path) > step]
     if not later_paths:
         return None
-    # Of a linked folder within it: beside the link is another disk.
+    # If the folder is a link, move them inside it: beside the link may be another disk.
     linked = folder.is_symlink()
     aside = _find_unused_name(
         folder.resolve() / "old" if linked else folder.with_name(f"{folder.name}-old")
@@ -372,11 +372,12 @@ def set_aside(folder: Path, step: int) -> Path | None:
 def set_run_aside(output_dir: Path) -> Path | None:
     """Moves the files of an earlier run to `old-N` in its folder.
 
-    Only rank 0 calls it.  Files that no run writes stay where they are.  Checkpoints in a linked
+    Only rank 0 calls it.  Files not written by a run stay where they are.  Checkpoints in a linked
     folder stay on its disk, and `old-N` gets a link to them.
 
-    Returns: their new place; None: there was no earlier run, or it had not trained a step.
-    Raises: CheckpointError: the disk refused.
+    Returns: the folder they were moved to; None: there was no earlier run, or it had not trained a
+        step.
+    Raises: CheckpointError: the files could not be moved.
     """
     metrics = output_dir / "metrics.jsonl"
     try:
@@ -412,7 +413,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Reads a checkpoint directory and checks it against the manifest.
 
     Each file is read once.  Files that are not in the manifest are ignored.
-    Raises: CheckpointError: absent, torn, or altered; the message names the file.
+    Raises: CheckpointError: the checkpoint is missing, incomplete or altered; the message names the
+        file.
     """
     if not (path / MANIFEST).is_file():
         raise CheckpointError(
@@ -438,8 +440,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def unpack_arrays(data: bytes, file: Path) -> dict[str, np.ndarray]:
     """Reads the arrays of a .safetensors file.
 
-    Args: file: its path, for the message.
-    Raises: CheckpointError: it is damaged.
+    Args: file: path of the file, for the error message.
+    Raises: CheckpointError: the file is damaged.
     """
     try:
         return safetensors.numpy.load(data)
@@ -454,7 +456,7 @@ def unpack_arrays(data: bytes, file: Path) -> dict[str, np.ndarray]:
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """Reads the newest checkpoint that passes its checks.
 
-    Returns: it, or None; the reasons why newer ones were skipped.
+    Returns: the checkpoint, or None; the reasons why newer ones were skipped.
     """
     reasons: list[str] = []
     for path in _list_checkpoints(folder):
@@ -471,7 +473,7 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def newest_step(folder: Path) -> int:
-    """Returns the newest step of the checkpoints in a folder, valid or not; 0: there are none."""
+    """Returns the step of the newest checkpoint in a folder, valid or not; 0 if there is none."""
     return next(map(_parse_step, _list_checkpoints(folder)), 0)
 
 
@@ -483,13 +485,13 @@ def _list_checkpoints(folder: Path) -> list[Path]:
 
 
 def _parse_step(path: Path) -> int:
-    """Reads the step in the name of a checkpoint; -1: the name is another one."""
+    """Parses the step from a checkpoint's name; -1: it is not the name of a checkpoint."""
     match = _NAME.match(path.name)
     return int(match[1]) if match else -1
 
 
 class CheckpointWriter:
-    """Writes the checkpoints that rank 0's main thread submits, in a thread."""
+    """A writer that saves, in its own thread, the snapshots that rank 0's main thread submits."""
 
     def __init__(
         self,
@@ -502,13 +504,13 @@ class CheckpointWriter:
     ) -> None:
         """
         Args:
-            folder: of the checkpoints of the run.
-            config_yaml: the resolved configuration, for each of them.
-            keep: how many of the newest stay; best and last always do.
-            on_saved: called with each step whose checkpoint is on disk.
-            card_of: writes the model card of a state; "": none.
-            sync_records: puts the records of the run on disk; False: that failed.  After a power
-                cut, a checkpoint must not have steps that metrics.jsonl has no records of.
+            folder: folder of the run's checkpoints.
+            config_yaml: the resolved configuration, stored in each checkpoint.
+            keep: how many of the newest checkpoints to keep; best and last are always kept.
+            on_saved: called with the step of each checkpoint once it is on disk.
+            card_of: returns the model card for a state; "": none.
+            sync_records: flushes the run's records to disk; returns False if that failed.  After a
+                power cut, a checkpoint must not include steps that are missing from metrics.jsonl.
         """
         self.folder = folder
         self.config_yaml = config_yaml
@@ -524,7 +526,7 @@ class CheckpointWriter:
         self._unsynced = -1  # step whose records could not be put on disk
 
     def make_room(self) -> None:
-        """Drops waiting and refused snapshots, except the best, to free memory."""
+        """Drops snapshots that wait or could not be written, except the best, to free memory."""
         with self._lock:
             self._waiting = [snapshot for snapshot in self._waiting if _is_best(snapshot)]
             self._refused = [
@@ -534,7 +536,7 @@ class CheckpointWriter:
     def hand_over(self, snapshot: Snapshot) -> None:
         """Writes a snapshot, now or after the one being written.
 
-        A best snapshot that waits, or was refused, is written before it.
+        A best snapshot that is waiting, or could not be written, is written before it.
         """
         with self._lock:
             older = [*(candidate for candidate, _ in self._refused), *self._waiting]
@@ -542,9 +544,9 @@ class CheckpointWriter:
             self._begin([*bests[-1:], snapshot])
 
     def drop_beyond(self, step: int) -> None:
-        """Discards what lies beyond a step, for a rollback to it.
+        """Discards snapshots beyond a step, for a rollback to that step.
 
-        Afterwards nothing beyond the step will be written.
+        After this call, no snapshot beyond the step will be written.
         """
         with self._lock:
             self._waiting = [snapshot for snapshot in self._waiting if snapshot.step <= step]
@@ -558,7 +560,7 @@ class CheckpointWriter:
             ]
 
     def troubles(self) -> list[str]:
-        """Returns what failed since the last call, for the log."""
+        """Returns descriptions of the failures since the last call, for the log."""
         if not self._troubles:  # called in every step, so without the lock
             return []
         with self._lock:
@@ -568,12 +570,12 @@ class CheckpointWriter:
     def finish(self) -> Exception | None:
         """Waits until nothing is left to write.
 
-        Returns: why the newest snapshot, or the best, could not be written, a CheckpointError where
-            the disk refused; None: they are on disk.
+        Returns: the error that kept the newest or the best snapshot from being written, a
+            CheckpointError if the write failed; None: both are on disk.
         """
         self._wait()
         for seconds in _RETRY_SECONDS:
-            # ConfigError: another training has taken the folder, which no waiting changes.
+            # ConfigError: another training run has taken the folder; waiting does not help.
             if not self._refused or isinstance(self._refused[-1][1], ConfigError):
                 break
             time.sleep(seconds)
@@ -586,7 +588,7 @@ class CheckpointWriter:
         """Starts writing snapshots; the caller holds the lock."""
         self._waiting, self._refused = snapshots, []
         if self._thread is None:
-            # No daemon: a run that ends with an error still finishes what it is writing.
+            # Not a daemon thread: a run that ends with an error still finishes its current write.
             self._thread = threading.Thread(target=self._write_all, name="checkpoints")
             self._thread.start()
 
@@ -612,7 +614,7 @@ class CheckpointWriter:
                         self._refused.append((snapshot, trouble))
 
     def _write(self, snapshot: Snapshot) -> Exception | None:
-        """Writes a snapshot, links the best, deletes old ones; returns the failure."""
+        """Writes a snapshot, links the best, deletes old checkpoints; returns the error, if any."""
         failed = f"the checkpoint of step {snapshot.step} was not written"
         try:
             self._save(snapshot)
@@ -635,18 +637,18 @@ class CheckpointWriter:
         return None
 
     def mend_links(self, *, last_step: int = 0, best_step: int = 0) -> None:
-        """Points `last` and `best` at checkpoints of these steps.
+        """Points `last` and `best` at the checkpoints of these steps.
 
-        Raises: ConfigError: another training has the folder by now (`require_held`).
+        Raises: ConfigError: another training run now holds the folder (`require_held`).
         """
         require_held(self.folder.parent)
         point_at_step(self.folder / "last", last_step)
         point_at_step(self.folder / "best", best_step)
 
     def _save(self, snapshot: Snapshot) -> None:
-        """Writes a snapshot; a full disk makes it delete older ones first.
+        """Writes a snapshot; if the disk is full, deletes older checkpoints first.
 
-        Those older than the newest go: a disk may have room for `keep` checkpoints but not for one
+        All but the newest are deleted: a disk may have room for `keep` checkpoints but not for one
         more.
         """
         step = snapshot.step
@@ -675,5 +677,5 @@ def _is_best(snapshot: Snapshot) -> bool:
 
 
 def _is_needed(older: Snapshot, newer: Sequence[Snapshot]) -> bool:
-    """Returns True if a snapshot is worth writing although newer ones are written."""
+    """Returns True if a snapshot is worth writing even though newer ones are written."""
     return _is_best(older) and not any(_is_best(snapshot) for snapshot in newer)

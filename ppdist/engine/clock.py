@@ -7,7 +7,7 @@ from ppdist.distributed import device, heartbeat
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of a step on this rank.
+    """Seconds that a step took on this rank.
 
     Attributes:
         wall: from the beginning to the end of the step.
@@ -21,9 +21,9 @@ class StepSeconds(NamedTuple):
 
 
 class Clock:
-    """A clock that books the wall seconds of the parts of a step.
+    """A clock that records the wall-clock seconds of each part of a step.
 
-    On an accelerator they are meaningful only with `synchronize`.
+    On an accelerator, the times are meaningful only with `synchronize`.
     """
 
     def __init__(self, synchronize: bool = False) -> None:
@@ -32,7 +32,7 @@ class Clock:
         self._last = time.perf_counter()
 
     def lap(self, part: str) -> None:
-        """Books the time since the previous lap under a name."""
+        """Adds the time since the previous lap to the part with this name."""
         if self.synchronize:
             device.synchronize()
         now = time.perf_counter()
@@ -49,7 +49,7 @@ class Stopwatch:
     def stop(self, data_seconds: float) -> StepSeconds:
         """Ends the measurement of a step.
 
-        Args: data_seconds: spent waiting for images.
+        Args: data_seconds: time spent waiting for images.
         """
         wall = time.perf_counter() - self._began
         return StepSeconds(wall, wall - (heartbeat.waited_seconds() - self._waited), data_seconds)

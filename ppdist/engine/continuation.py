@@ -27,8 +27,8 @@ class Continuation:
 
     source: a checkpoint, or an output_dir for its newest valid one; None: a new run; AUTO: its own
         output_dir if it holds checkpoints, valid or not, else a new run.
-    changed: settings that affect training may differ, too (`--resume-changed`).
-    extends: it is longer than planned; the patience of early stopping is reset.
+    changed: allow changes to settings that affect training, too (`--resume-changed`).
+    extends: the run is now longer than planned, so the patience of early stopping is reset.
     """
 
     source: Path | str | None = None
@@ -45,14 +45,14 @@ def config_of_run(
     """Reads the configuration of a run to resume, with other epochs or steps if requested.
 
     Args:
-        run: its output_dir, or a checkpoint in it.
-        epochs: "150": of the whole run; "+50": more than planned, or, where early stopping ended
-            the run, more than were trained; None: as planned.
+        run: output_dir of the run, or a checkpoint in it.
+        epochs: "150": length of the whole run; "+50": 50 more than planned or, if early stopping
+            ended the run, 50 more than were trained; None: as planned.
         overrides: -o items.
-        steps: likewise, of a run whose length is in steps.
+        steps: the same as `epochs`, for a run whose length is given in steps.
     Returns: the configuration; True if the run now is longer than planned.
-    Raises: CheckpointError: it has no checkpoint; ConfigError: that length is over already, or the
-        length of the run is counted in the other unit.
+    Raises: CheckpointError: the run has no checkpoint.  ConfigError: the run has already reached
+        the requested length, or its length is given in the other unit.
     """
     is_checkpoint = (run / MANIFEST).exists()
     checkpoint = run if is_checkpoint else follow_pointer(run / "checkpoints" / "last")
@@ -64,7 +64,7 @@ def config_of_run(
             where=f"--resume {run}",
             fix="give the output_dir of a training; to start one, use DATA with --model, or -c",
         )
-    # Resolved, because a checkpoint may be given by one of the links `last` and `best`.
+    # Resolved, because the path may be one of the links `last` and `best`.
     output_dir = run if checkpoint != run else run.resolve().parents[1]
     # The recorded output_dir is wrong if the run was moved, or written relative to another folder.
     run_overrides = [f"output_dir={json.dumps(_place_of(output_dir))}"]
@@ -92,9 +92,9 @@ def config_of_run(
 
 
 def _require_unit(unit: str, planned_unit: str, request: str) -> None:
-    """Checks that a new length is in the unit of the planned one.
+    """Checks that the new length has the same unit (epochs or steps) as the planned length.
 
-    Raises: ConfigError: it is not.
+    Raises: ConfigError: the units differ.
     """
     if unit != planned_unit:
         raise ConfigError(
@@ -106,7 +106,7 @@ def _require_unit(unit: str, planned_unit: str, request: str) -> None:
 
 
 def _place_of(output_dir: Path) -> str:
-    """Returns the folder, or the address in a store that the run there is uploaded to."""
+    """Returns the folder, or the address in a store to which its run is uploaded."""
     note = files.read_json(output_dir / "store.json")
     url = note.get("url") if isinstance(note, dict) else None
     is_its_own = isinstance(url, str) and work_folder(url).resolve() == output_dir.resolve()

@@ -34,10 +34,10 @@ from ppdist.engine.schedule_setup import ScheduleSetup
 _LOGGER = logging.getLogger("ppdist.data")
 _COMPARED_IMAGES = 64  # per set, by content; all by file size
 _PATHS_AT_ONCE = 10_000  # per chunk: a list of millions would take hundreds of megabytes
-# Share of the training images that may be unusable: more are no accident, but a broken-off copy.
+# Share of the training images that may be unusable: more suggest an interrupted copy.
 BAD_SHARE = 0.001
 _SHOWN = 20  # images of the blocklist in a message
-# Passes on the batches of a plan, and draws some of them, for instance.
+# Passes on the batches of a plan and observes them, for example to draw some of them.
 Watch = Callable[[Iterator[Batch], TrainSampler], Iterator[Batch]]
 
 
@@ -45,7 +45,7 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
     """Reads and checks the training and validation sets.  Collective.
 
     Args: evaluate: read the validation set, too.
-    Raises: UserError, on every rank: they cannot be read or used.
+    Raises: UserError, on every rank: a set cannot be read or used.
     """
     train_set, val_set = read_on_host(
         lambda: read_unshared(config, num_classes, evaluate), absolute(config.root)
@@ -55,7 +55,8 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
         if dataset is not None:
             require_same_data(dataset, config)
     cores = max(1, int(available_cores()))  # rank 0 checks the images, the others wait
-    # Twice as many: even with a local disk, a child waits for it half of the time.
+    # Twice as many workers as cores: even with a local disk, a worker spends half of its time
+    # waiting for it.
     checked = check_before_training(config, train_set, val_set, workers=2 * cores)
     warning = describe_same_sets(config) if evaluate else ""
     return checked._replace(lines=(*checked.lines, warning)) if warning else checked
@@ -67,7 +68,7 @@ def read_unshared(
     """Reads the training and validation sets in this process alone; images are not checked.
 
     Args: evaluate: read the validation set, too.
-    Raises: UserError: they cannot be read or used.
+    Raises: UserError: a set cannot be read or used.
     """
     if config.sampling.name == "difficulty" and not evaluate:
         raise ConfigError(
@@ -87,7 +88,7 @@ def read_unshared(
 
 
 def images_of_epoch(dataset: DetectionSet, config: SamplingConfig) -> int:
-    """Counts the samples of an epoch over all ranks."""
+    """Counts the samples per epoch over all ranks."""
     copies_N = expected_copies(dataset, config, None)
     return len(dataset.records) if copies_N is None else epoch_size(copies_N)
 
@@ -95,7 +96,7 @@ def images_of_epoch(dataset: DetectionSet, config: SamplingConfig) -> int:
 class BatchSource:
     """Micro-batches of this rank, starting at any step.
 
-    All ranks build one at the same time: those of a host share a cache.
+    All ranks must build theirs at the same time: the ranks of a host share a cache.
     Attributes:
         follows_scores: the order of images depends on the scores of the last evaluation.
         parts: number of splits of a micro-batch, from the next `steps` on; see TrainSampler.
@@ -117,8 +118,8 @@ class BatchSource:
         Args:
             sizes: (height, width) choices in pixels of multi-scale training.
             plain_size: (height, width) in pixels during the last `plain_epochs`.
-            seed: of order and augmentation.
-            watch: observes the batches of a plan as it passes them on; None: nothing does.
+            seed: seed of the order of images and of augmentation.
+            watch: observes the batches of a plan as it passes them on; None: no observer.
         """
         self._dataset = dataset
         self._sampling = config.sampling
@@ -150,9 +151,10 @@ class BatchSource:
     def steps(self, first_step: int, scores: ClassScores | None) -> Iterator[Iterator[Batch]]:
         """Yields the micro-batches of each step, from a step to the end of the run.
 
-        Take all micro-batches of a step before the next step.  A new call ends earlier iterators.
+        Consume all micro-batches of a step before moving on to the next step.  A new call
+        invalidates earlier iterators.
 
-        Args: scores: of the last evaluation; None: none yet.
+        Args: scores: class scores from the last evaluation; None: there was none yet.
         """
         plan = self._loader.plan = self._plan(first_step, scores)
         batches: Iterator[Batch] = iter(self._loader)
@@ -165,7 +167,7 @@ class BatchSource:
         self._loader.abort_waits()
 
     def images_of(self, step: int, scores: ClassScores | None) -> list[int]:
-        """Returns the positions of this rank's images of a step, without opening them."""
+        """Returns the positions of this rank's images in a step, without opening the images."""
         keys = itertools.chain(*self._plan(step, scores).micro_batches(step))
         return [key.index for key in keys if key.index >= 0]  # below 0: padding
 
@@ -184,7 +186,7 @@ class BatchSource:
 def _take_step(batches: Iterator[Batch], plan: TrainSampler, step: int) -> Iterator[Batch]:
     """Yields this rank's micro-batches of a step; blank ones once its images are unavailable.
 
-    A blank micro-batch keeps the rank in step with the collectives of the others.
+    A blank micro-batch keeps this rank's collectives in step with those of the other ranks.
     """
     missing: Batch | None = None
     for number, share in zip(plan.numbers(step), plan.shares(step), strict=True):
@@ -218,9 +220,9 @@ class Blocklist:
     def add(self, bad_images: Mapping[int, str]) -> list[str]:
         """Adds the unusable images of a step from all ranks.  Collective.
 
-        Args: bad_images: position -> reason, of this rank.
-        Returns: a line for each new one, the same on every rank.
-        Raises: DataError, on every rank: too many images are unusable now.
+        Args: bad_images: position -> reason, for this rank's images.
+        Returns: a line for each newly added image, the same on every rank.
+        Raises: DataError, on every rank: there are now too many unusable images.
         """
         new_reasons: dict[int, str] = {}
         for rank_images in comm.all_gather_large_object([*bad_images.items()]):
@@ -255,14 +257,14 @@ class Blocklist:
 def require_same_data(dataset: DetectionSet, config: DataConfig) -> None:
     """Compares a set and its images across hosts.  Collective.
 
-    Args: config: of this rank; `root` may differ between hosts.
-    Raises: DataError, on every rank: sets or images differ; names the first difference.
+    Args: config: this rank's configuration; `root` may differ between hosts.
+    Raises: DataError, on every rank: sets or images differ; the message names the first difference.
     """
     if comm.world_size() == 1:
         return
     records = Records.of(dataset.records)
     top = os.path.join(absolute(config.root), "")
-    # Annotations first: images are compared by their place in lists that are equal.
+    # Annotations first: images are compared by position, which requires equal lists.
     mismatch = _find_differing_records(dataset, records, config.root, top)
     if mismatch is None:
         mismatch = _find_differing_images(records, top, _COMPARED_IMAGES, dataset.opener)
@@ -299,8 +301,8 @@ def _find_differing_records(
 ) -> tuple[int, str] | None:
     """Finds the first rank whose annotations differ from rank 0's.  Collective.
 
-    Args: top: the absolute `root`, which is no part of a name.
-    Returns: the rank, and a description of the first difference; None: all are equal.
+    Args: top: the absolute `root`, which is not part of image names.
+    Returns: the rank and a description of the first difference; None if all are equal.
     """
     classes = [list(dataset.class_names), list(dataset.category_ids)]
     summaries_W = comm.all_gather_object([classes, fingerprint(dataset, root)])
@@ -363,9 +365,9 @@ def _find_differing_images(
 ) -> tuple[int, str] | None:
     """Finds the first rank whose image files differ from rank 0's.  Collective.
 
-    The first rank of each host reads them; a single host has nothing to compare.
+    The first rank of each host reads the files; with a single host there is nothing to compare.
 
-    Args: count: so many evenly spaced images are compared by content, all by size.
+    Args: count: number of evenly spaced images to compare by content; all are compared by size.
     Returns: see `_find_differing_records`.
     """
     if comm.local_size() == comm.world_size():

@@ -23,9 +23,9 @@ Digests = dict[str, str]  # by part, such as `config data.root`
 def note_digests(
     config: ExperimentConfig, train_set: DetectionSet, val_set: DetectionSet | None
 ) -> None:
-    """Notes the digests of a run that continues without lost hosts, on rank 0's host.
+    """Records, on rank 0's host, the digests of a run that continues without lost hosts.
 
-    Args: config: as it was given, before anything was resolved.
+    Args: config: the configuration as the user wrote it, before anything was resolved.
     """
     write_note(DIGESTS_NOTE, _compute_digests(config, train_set, val_set))
 
@@ -34,9 +34,11 @@ def write_digests(file: Path, config: ExperimentConfig, *, evaluate: bool, fitte
     """Writes the digests of this host.
 
     Args:
-        evaluate: the validation set is read, too.
-        fitted: the configuration depends on the number of ranks, so it gets no digests.
-    Raises: UserError: the data cannot be read; StorageError: an input is not there.
+        evaluate: read the validation set, too.
+        fitted: True if the configuration depends on the number of ranks; it is then left out of the
+            digests.
+    Raises: UserError: the data cannot be read; StorageError: an input is not available on this
+        host.
     """
     # First, so that a missing mount is reported as such, not as missing annotations.
     for path in inputs_of(config, evaluate=evaluate):

@@ -39,7 +39,7 @@ class Distillation:
 
     Attributes:
         teacher: frozen, in eval mode.
-        source: its checkpoint, for messages.
+        source: the teacher's checkpoint, for messages.
         about: a line for the log.
     """
 
@@ -52,8 +52,8 @@ class Distillation:
 class DistilledLoss(Loss):
     """A loss with the terms of a teacher added.  Local: nothing here communicates.
 
-    The teacher runs before the student's forward pass: its peak of memory then does not come on top
-    of the activations that the student keeps for backward.
+    The teacher runs before the student's forward pass, so that its memory peak does not add to the
+    activations that the student keeps for the backward pass.
     """
 
     def __init__(self, loss: Loss, distillation: Distillation) -> None:
@@ -84,7 +84,7 @@ class DistilledLoss(Loss):
 
     @paddle.no_grad()
     def before_forward(self, images_B3HW: Tensor) -> None:
-        """Runs the teacher, which normalises images in its own way."""
+        """Runs the teacher, which applies its own image normalisation."""
         teacher = self.distillation.teacher
         self._taught = teacher(teacher.normalize(images_B3HW))
 
@@ -110,7 +110,7 @@ class DistilledLoss(Loss):
 
 
 class Adapters(nn.Layer):
-    """1x1 convolutions that give the student's features the teacher's widths.
+    """1x1 convolutions that map the student's features to the teacher's channel counts.
 
     They are the student's sublayer `distillation`.
     """
@@ -119,13 +119,14 @@ class Adapters(nn.Layer):
         """
         Args:
             compared: levels of the student, by index.
-            widths, targets: channels of student and teacher in these levels.
+            widths, targets: channel counts of student and teacher at these levels.
         """
         super().__init__()
         self.compared = compared
         self.levels = nn.LayerList(
             [
-                # No bias: the loss is a softmax over the cells of a channel and would not see it.
+                # No bias: the loss takes a softmax over the cells of each channel, which cancels a
+                # bias.
                 nn.Identity() if width == target else nn.Conv2D(width, target, 1, bias_attr=False)
                 for width, target in zip(widths, targets, strict=True)
             ]
@@ -158,13 +159,15 @@ def build_distillation(
 ) -> Distillation:
     """Reads the teacher and gives the student its adapters, in place.  Collective.
 
-    Called before optimizer and EMA are made and before the student is wrapped.
+    Called before the optimizer and EMA are built and before the student is wrapped.
     Args:
-        config, section: `distill` and `model` of the run.
-        seed: of the adapters' first weights.
-        class_names: of the student; (): the teacher's classes have the same numbers.
-    Raises: ConfigError on the rank that sees it, UserError on the others: no such checkpoint, its
-        model is of another family, other classes or strides, or gives no features to compare.
+        config, section: the sections `distill` and `model` of the run's configuration.
+        seed: seed of the adapters' initial weights.
+        class_names: class names of the student; (): the teacher numbers its classes in the same
+            way.
+    Raises: ConfigError on the rank that sees it, UserError on the others: there is no such
+        checkpoint, or its model is of another family, has other classes or strides, or returns no
+        features to compare.
     """
     source, teacher = comm.run_on_all_ranks(
         lambda: read_teacher(Path(config.teacher), section, student, class_names)
@@ -186,7 +189,7 @@ def build_distillation(
         parameter.stop_gradient = True
     if teaching.features:
         student_cells, teacher_cells = _measure_features(student), _measure_features(teacher)
-        # Not every level: a D-FINE n lacks the finest.
+        # Not necessarily every level: D-FINE n lacks the finest one.
         cells = [cell for cell in student_cells if cell in teacher_cells]
         if not cells:
             raise _make_features_error("student and teacher have no features of the same stride")
@@ -206,7 +209,7 @@ def read_teacher(
 ) -> tuple[Path, Detector]:
     """Finds the checkpoint at a path, and builds its detector with EMA weights.
 
-    Its classes are put into the student's order by their names.
+    The teacher's classes are reordered by name to match the student's.
 
     Args: section: the student's `model`.  class_names: see `build_distillation`.
     Raises: ConfigError: see `build_distillation`.  WeightsError: the checkpoint is damaged.
@@ -264,11 +267,11 @@ def _build_teaching(config: DistillConfig) -> Teaching:
 
 @paddle.no_grad()
 def _measure_features(model: Detector) -> dict[tuple[int, int], int]:
-    """Measures the channels of the neck's levels, by (height, width) in cells.
+    """Measures the channel counts of the neck's levels, by (height, width) in cells.
 
-    It runs a black image through the model.
+    Runs a black image through the model.
 
-    Raises: ConfigError: the model's outputs have no features.
+    Raises: ConfigError: the model's outputs contain no features.
     """
     original, model.distillation, training = model.distillation, Unchanged(), model.training
     model.eval()
