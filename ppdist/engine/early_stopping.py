@@ -15,7 +15,7 @@ _LOWER_IS_BETTER = ("val_loss",)
 
 @dataclass(frozen=True)
 class EarlyStoppingState:
-    """The record of how long a run has not improved, as checkpoints hold it."""
+    """The record of how long a run has not improved, as stored in checkpoints."""
 
     metric: str
     best: float | None = None  # None: nothing was measured yet
@@ -24,10 +24,10 @@ class EarlyStoppingState:
 
 
 class EarlyStopping:
-    """The rule; its state is part of `TrainState`."""
+    """The early-stopping rule; its state is part of `TrainState`."""
 
     def __init__(self, config: EarlyStoppingConfig, metric: str) -> None:
-        """Args: metric: by which the best checkpoint is chosen."""
+        """Args: metric: selects the best checkpoint; the default for early stopping."""
         self._metric = config.metric or metric
         self._patience = config.patience
 
@@ -37,21 +37,22 @@ class EarlyStopping:
         """Returns the state after an evaluation.
 
         Args:
-            state: before it; None: this is the first.  Another metric resets it.
+            state: the state before the evaluation; None: this is the first one.  A state of another
+                metric is reset.
             step: optimizer steps done.
         """
         if state is None or state.metric != self._metric:
             state = EarlyStoppingState(self._metric)
         value = metrics[self._metric]
         sign = -1.0 if self._metric in _LOWER_IS_BETTER else 1.0
-        # A first NaN, or an infinity, would otherwise stay the best for ever.
+        # An initial NaN, or an infinity, would otherwise remain the best forever.
         better = math.isfinite(value) and (state.best is None or sign * (value - state.best) > 0)
         if better:
             return EarlyStoppingState(self._metric, value, step)
         return replace(state, in_vain=state.in_vain + 1)
 
     def reason(self, state: EarlyStoppingState | None) -> str:
-        """Explains why the run should stop here; "": it should go on."""
+        """Explains why the run should stop here; "": it should continue."""
         if state is None or state.metric != self._metric or state.in_vain < self._patience:
             return ""
         if state.best is None:
@@ -65,13 +66,14 @@ class EarlyStopping:
 
 @dataclass
 class LossCurves:
-    """Training and validation losses of each evaluation, as checkpoints hold them.
+    """Training and validation losses of each evaluation, as stored in checkpoints.
 
     Attributes:
-        pairs: of each evaluation, the mean training loss since the one before, and the validation
-            loss.
-        summed, steps: sum of the training loss since the last evaluation, and its steps.
-        warned: the warning was given; it comes once.
+        pairs: for each evaluation, the mean training loss since the previous evaluation and the
+            validation loss.
+        summed, steps: sum of the training losses since the last evaluation, and number of steps
+            summed.
+        warned: whether the warning was issued; it is issued only once.
     """
 
     pairs: tuple[tuple[float, float], ...] = ()
@@ -80,14 +82,14 @@ class LossCurves:
     warned: bool = False
 
     def trained(self, loss: float) -> None:
-        """Adds a step that was applied."""
+        """Adds the loss of a step that was applied."""
         self.summed += loss
         self.steps += 1
 
     def evaluated(self, val_loss: float) -> str:
-        """Adds an evaluation; returns a warning of over-fitting, or "".
+        """Adds an evaluation; returns a warning about over-fitting, or "".
 
-        It comes once, by the rule of `ppdist.metrics.findings.over_fitting`.
+        The warning is returned only once, by the rule of `ppdist.metrics.findings.over_fitting`.
         """
         if self.steps and math.isfinite(val_loss):
             self.pairs = (*self.pairs, (self.summed / self.steps, val_loss))

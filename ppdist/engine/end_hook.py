@@ -20,18 +20,18 @@ from ppdist.common.child import PIPE, TimeoutExpired, own_environment, start
 from ppdist.common.job import RESTART_VARIABLE, hosts_change, launched_rank
 from ppdist.common.records import summarise_results
 
-# A stopped run has 28 s in all to save and to end (launch/worker.py).
+# A stopped run has 28 s in total to save and exit (launch/worker.py).
 _SECONDS, _STOPPED_SECONDS = 30.0, 5.0
 _OUTCOMES = {0: "finished", process.STOPPED: "stopped"}
 
 
 class EndHook:
-    """The context of a training, on each rank; rank 0 calls the hook when it ends.
+    """The context of a training run, on each rank; rank 0 calls the hook when it ends.
 
-    A hook that fails, or takes longer than its limit, is a warning.
+    A hook that fails, or exceeds its time limit, only causes a warning.
 
     Attributes:
-        status: exit code of the training, unless an error leaves the context.
+        status: exit code of the run, unless the context is left by an exception.
         has_results: whether the records in output_dir are those of this run.
     """
 
@@ -42,7 +42,7 @@ class EndHook:
         """
         Args:
             target: `log.on_end`; None: nothing is called.
-            command: that started the training, for the summary.
+            command: the command that started the run, for the summary.
         """
         self._target, self._output_dir, self._command = target, output_dir, command
         self._began = time.monotonic()
@@ -56,7 +56,7 @@ class EndHook:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # An attempt that ends because hosts go or come is no end of the run.
+        # If an attempt ends because hosts leave or join, the run has not ended.
         if not self._target or launched_rank() != 0 or hosts_change():
             return
         try:
@@ -84,9 +84,9 @@ class EndHook:
 
 
 def call_hook(target: str, summary: Mapping[str, Any]) -> None:
-    """Gives a summary to a command or a URL.
+    """Passes a summary to a command or a URL.
 
-    Raises: OSError: it failed, or took too long.
+    Raises: OSError: the command or request failed, or took too long.
     """
     data = json.dumps(summary, ensure_ascii=False).encode("utf-8", "backslashreplace")
     seconds = _STOPPED_SECONDS if summary["outcome"] == "stopped" else _SECONDS
@@ -101,14 +101,15 @@ def _post(address: str, data: bytes, seconds: float) -> None:
 
     def post() -> None:
         try:
-            # An object of its own header: services refuse what urllib calls a form.
+            # A Request with an explicit header: services refuse urllib's default, the content type
+            # of a form.
             request = Request(address, data, {"Content-Type": "application/json"})
             with urlopen(request, timeout=seconds):
                 problems.clear()
         except Exception as error:
             problems[:] = [error]
 
-    # Looking up a name has no timeout: a thread that nobody waits for may go on with it.
+    # A DNS lookup has no timeout, so it runs in a daemon thread, which need not be joined.
     thread = threading.Thread(target=post, daemon=True)
     thread.start()
     thread.join(seconds)

@@ -20,13 +20,14 @@ _LOGGER = logging.getLogger("ppdist.engine")
 
 
 class Evaluations:
-    """The evaluations of a run: their interval, their model, and their consequences.
+    """The evaluations of a run: their interval, model and consequences.
 
     Attributes:
-        evaluator: of this rank's share of the validation set; None: the run is not evaluated.
-        model: a second model that takes the averaged weights; any model without an evaluator.
+        evaluator: evaluates this rank's share of the validation set; None: the run is not
+            evaluated.
+        model: a second model, which takes the averaged weights; without an evaluator, any model.
         every: steps from one evaluation to the next.
-        early_stopping: None: the run goes to its last step.
+        early_stopping: the early-stopping rule; None: the run continues to its last step.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Evaluations:
         stopping: EarlyStoppingConfig | None,
         log: TrainLog,
     ) -> None:
-        """Args: metric: its highest value is the best; None: the evaluator's first."""
+        """Args: metric: its highest value marks the best checkpoint; None: evaluator's first."""
         self.evaluator = evaluator
         self.model = model
         self.every = every
@@ -58,12 +59,12 @@ class Evaluations:
             self.evaluator.abort_waits()
 
     def reason_to_end(self, state: TrainState) -> str:
-        """Explains why the run should end before its last step, alike on every rank; "": go on."""
+        """Explains why the run should end early, the same on every rank; "": it should continue."""
         rule = self.early_stopping
         return "" if rule is None else rule.reason(state.early_stopping)
 
     def log_best(self, state: TrainState, best: Path) -> None:
-        """Names the best checkpoint, if there is one."""
+        """Logs which checkpoint is the best, if there is one."""
         if self.evaluator is not None and best.exists():
             score = f"{METRIC_TEXTS.get(self._metric, self._metric)} {state.best:.4f}"
             self._log.info(f"best: {best}, step {state.best_step}, {score}")
@@ -73,10 +74,10 @@ class Evaluations:
     ) -> dict[str, float] | None:
         """Evaluates the averaged weights, and retries once after a failure.  Collective.
 
-        Training continues whatever fails here: evaluation has its own model.
+        Training can continue whatever fails here, because evaluation has its own model.
 
         Returns: the metrics; None: both attempts failed.
-        Raises: EvaluationStopped, on every rank: one was asked to stop.
+        Raises: EvaluationStopped, on every rank: a rank received a stop request.
         """
         assert self.evaluator is not None, "there is nothing to measure"
         heartbeat.beat("evaluate", step)
@@ -101,12 +102,13 @@ class Evaluations:
         """
         assert self.evaluator is not None, "there is nothing to learn from"
         state.evaluated_step = state.step
-        # Without a single match every threshold has the same F1 of 0; a classifier has none.
+        # Without a single match, the F1 is 0 at every threshold; a classifier has no F1.
         has_threshold = metrics.get("f1", 0.0) > 0
         state.best_f1_threshold = metrics["best_f1_threshold"] if has_threshold else None
         if self.is_due(state.step):
-            # Not if the run ends in mid-epoch: a longer run has no evaluation at that step, so an
-            # extended one must not stop early, or draw images, by it.
+            # Not if the run ends mid-epoch: a longer run would not evaluate at that step, so this
+            # evaluation must not affect the early stopping or the image sampling of an extended
+            # run.
             state.class_scores = self.evaluator.class_scores(metrics)
             if self.early_stopping:
                 state.early_stopping = self.early_stopping.updated(

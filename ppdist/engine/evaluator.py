@@ -55,7 +55,7 @@ class Batches(Protocol):
 
 
 class PlannedBatches(Protocol):
-    """The images that a rank evaluates, and their training targets: an EvalLoader."""
+    """The images that a rank evaluates, and their training targets; an EvalLoader, for example."""
 
     @property
     def plan(self) -> Iterable[Sequence[SampleKey]]: ...
@@ -66,35 +66,35 @@ class PlannedBatches(Protocol):
 
 
 class Observer(Protocol):
-    """An observer of this rank's evaluated images; it draws them, for instance."""
+    """An observer of the images that this rank evaluates; for example, it draws them."""
 
     def begin(self) -> None:
         """Called before the first batch of each evaluation."""
 
     def add(self, batch: Batch, results: Any) -> None:
-        """Called with each batch that has an image.
+        """Called with each batch that contains at least one image.
 
-        Args: results: of a detector, rows and counts as `detect` returns them; of a classifier, the
-            `Ranking` of the images without padding.
+        Args: results: for a detector, rows and counts as returned by `detect`; for a classifier,
+            the `Ranking` of the images without padding.
         """
 
 
 class ValidationLoss:
     """The training loss over a whole validation set and all ranks.
 
-    Images are those of the evaluation, without augmentation; targets are those of training, without
-    crowds.  The auxiliary head, which only training has, does not count.
+    Images are prepared as for evaluation, without augmentation; targets as for training, without
+    crowds.  The auxiliary head, which exists only in training, does not count.
 
     Attributes:
-        sums: over this rank's batches since `begin`, not normalised; see `normalised`.
+        sums: sums over this rank's batches since `begin`, not normalised; see `normalise_losses`.
     """
 
     def __init__(self, loss: Loss, loader: PlannedBatches, unreadable: Collection[int]) -> None:
         """
         Args:
-            loss: that of training.
-            loader: of this rank's share of the set.
-            unreadable: positions of images that the check of the set could not read.
+            loss: the training loss.
+            loader: loads this rank's share of the set.
+            unreadable: positions of images that were unreadable when the set was checked.
         """
         self._loss = loss
         self._loader = loader
@@ -107,11 +107,11 @@ class ValidationLoss:
     def begin(self, step: int) -> None:
         """Called before the first batch.  Collective.
 
-        Args: step: optimizer steps done; the loss is that of the last one.
+        Args: step: optimizer steps done; the loss is computed as in the last of them.
         """
         self._step, self.sums = max(0, step - 1), {}
         if not self._counted:  # once: set, input sizes and anchors do not change
-            # Ranks without images have no counts, and are left out of the sum.
+            # Ranks without images have no counts and are left out of the sum.
             counts_W = evaluate_on_all_ranks(self._count_targets, say=lambda counts: counts).said_W
             totals = [sum(counts) for counts in zip(*filter(None, counts_W))]
             if totals:
@@ -119,7 +119,7 @@ class ValidationLoss:
             self._counted = True
 
     def _count_targets(self) -> list[float]:
-        """Sums the loss's local normalizers over this rank's targets; []: it has none."""
+        """Sums the loss's local normalizers over this rank's targets; []: there are none."""
         summed: paddle.Tensor | None = None
         for planned_keys in self._loader.plan:
             keys = [key for key in planned_keys if key.index not in self._unreadable]
@@ -149,7 +149,7 @@ class ValidationLoss:
 def normalise_losses(sums_W: list[dict[str, float]]) -> dict[str, float]:
     """Divides the sums of all ranks by the normalizer.
 
-    Args: sums_W: by name, of each rank; empty for a rank without images.
+    Args: sums_W: the sums of each rank, by name; empty for a rank without images.
     Returns: `val_loss` and `val_loss_<part>`.
     """
     totals: dict[str, float] = {}
@@ -176,11 +176,11 @@ class DatasetEvaluator(ABC, Generic[Results]):
     """Base of evaluators, which run a model over a set; subclasses define results and metrics.
 
     Attributes:
-        headline: names of metrics for the log; by default the first selects the best checkpoint.
+        headline: names of the metrics to log; by default the first selects the best checkpoint.
         metrics: names of the numbers that `measure` returns.
-        images: in the whole set.
-        scored: the set, without images that the last evaluation could not read.
-        results: of the last `evaluate`, of all ranks; on rank 0 only.
+        images: number of images in the whole set.
+        scored: the set without the images that the last evaluation could not read.
+        results: results of the last `evaluate` from all ranks; on rank 0 only.
     """
 
     headline: tuple[str, ...]
@@ -201,7 +201,7 @@ class DatasetEvaluator(ABC, Generic[Results]):
             loader: iterates over this rank's share; `image_index_B` is the position in
                 `dataset.records`, or -1 for padding.
             observer: called with each batch; None: no observer.
-            loss: measured by `evaluate`, too; None: no loss.
+            loss: a loss that `evaluate` measures as well; None: no loss.
         """
         self.images = len(dataset.records)
         self._dataset = self.scored = dataset
@@ -220,11 +220,11 @@ class DatasetEvaluator(ABC, Generic[Results]):
 
         Args:
             model: the model itself, not its data-parallel wrapper.
-            stopped: returns True if this rank was asked to stop; called after each batch.
+            stopped: returns True if this rank has received a stop request; called after each batch.
             step: optimizer steps done, on which the loss depends.
         Returns: the result of `measure`; with a loss `val_loss` and `val_loss_<part>`; and
             `eval_seconds` (rank 0's wall time).
-        Raises: EvaluationStopped, on all ranks: one was asked to stop.  EvaluationFailed.
+        Raises: EvaluationStopped, on all ranks: a rank received a stop request.  EvaluationFailed.
         """
         began = time.monotonic()
         if self._loss is not None:
@@ -244,10 +244,10 @@ class DatasetEvaluator(ABC, Generic[Results]):
         self._loader.abort_waits()
 
     def predict(self, model: ImageModel, stopped: Callable[[], bool] = _never) -> Results:
-        """Predicts the whole set, and gives every rank the results of all ranks.  Collective.
+        """Predicts the whole set; every rank gets the results of all ranks.  Collective.
 
         Args: stopped: see `evaluate`.
-        Raises: RuntimeError: an image was seen twice or not at all.  EvaluationStopped.
+        Raises: RuntimeError: an image was evaluated twice or not at all.  EvaluationStopped.
             EvaluationFailed.
         """
         return self._predict_on_all_ranks(model, stopped, None)[0]
@@ -256,7 +256,7 @@ class DatasetEvaluator(ABC, Generic[Results]):
         """Computes the metrics of `predict`'s results.  Local.
 
         They include `left_out_images` if images are unreadable, and `duplicate_boxes` if some
-        annotated boxes repeat others; these do not count.
+        annotated boxes repeat others; such images and boxes are not scored.
         """
         metrics = self._measure(results)
         counts = {
@@ -271,9 +271,9 @@ class DatasetEvaluator(ABC, Generic[Results]):
 
     @abstractmethod
     def class_scores(self, metrics: dict[str, float]) -> list[float | None] | None:
-        """Returns the score of each class; None: there are no scores.
+        """Returns the score of each class; None: there are no scores per class.
 
-        A class without objects in the set scores None.
+        The score of a class without objects in the set is None.
         """
 
     @abstractmethod
@@ -289,8 +289,8 @@ class DatasetEvaluator(ABC, Generic[Results]):
             say=lambda share: (share.unreadable, {} if loss is None else loss.sums),
         )
         rows_RX = comm.all_gather_rows(share.value.rows_RX)
-        # By position, so that the result does not depend on the number of ranks; stable, so that
-        # the rows of an image keep their order.
+        # Sorted by position, so that the result does not depend on the number of ranks; a stable
+        # sort, so that the rows of an image keep their order.
         rows_RX = rows_RX[np.argsort(rows_RX[:, 0], kind="stable")]
         if _STOPPED in rows_RX[:1, 0]:  # it is negative, so it comes first
             raise EvaluationStopped
@@ -299,7 +299,7 @@ class DatasetEvaluator(ABC, Generic[Results]):
         return self._parse_rows(rows_RX), {} if loss is None else normalise_losses(sums_W)
 
     def _leave_out(self, unreadable: list[tuple[int, str]]) -> None:
-        """Excludes these images from the score from now on.
+        """Excludes these images from scoring from now on.
 
         Raises: DataError: no image is left.
         """
@@ -323,8 +323,8 @@ class DatasetEvaluator(ABC, Generic[Results]):
     ) -> "_Share":
         """Runs the model over this rank's images.
 
-        After a stop request the rows end with one at position _STOPPED, so that all ranks hear of
-        it in the next exchange.
+        After a stop request, the last row has position _STOPPED, so that all ranks learn of the
+        request in the next exchange.
         """
         nothing = self._make_empty_rows()
         rows, unreadable = [nothing], dict[int, str]()
@@ -351,22 +351,22 @@ class DatasetEvaluator(ABC, Generic[Results]):
 
     @abstractmethod
     def _make_empty_rows(self) -> np.ndarray:
-        """Returns empty rows [0, X], of the dtype of `_predict_rows`."""
+        """Returns empty rows [0, X] with the dtype of the rows from `_predict_rows`."""
 
     @abstractmethod
     def _predict_rows(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray, Any]:
         """Predicts one batch.
 
-        Returns: raw outputs in eval mode; rows [R, X] without padding images, whose first column is
-            the position in dataset.records; results for an observer.
+        Returns: raw outputs in eval mode; rows [R, X], excluding padding images, with the position
+            in dataset.records as first column; results for an observer.
         """
 
     @abstractmethod
     def _parse_rows(self, rows_RX: np.ndarray) -> Results:
-        """Turns the rows of all ranks, ordered by position, into the result of `predict`."""
+        """Converts the rows of all ranks, ordered by position, to the result of `predict`."""
 
     def _check_completeness(self, seen_S: np.ndarray) -> None:
-        """Checks that every image occurs once.
+        """Checks that every image occurs exactly once.
 
         Raises: RuntimeError: an image is missing or repeated.
         """
@@ -402,8 +402,9 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
     ) -> None:
         """
         Args:
-            nms: its `candidates` and `keep` bound the time of an untrained model, too.
-            max_detections: how many are scored per class and image.
+            nms: NMS settings; `candidates` and `keep` limit the time that an untrained model takes,
+                too.
+            max_detections: number of detections scored per class and image.
         """
         super().__init__(dataset, loader, observer=observer, loss=loss)
         self.metrics = (*metric_names(dataset.class_names), "fitness")
@@ -416,7 +417,7 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
         return {**metrics, "fitness": fitness(metrics)}
 
     def class_scores(self, metrics: dict[str, float]) -> list[float | None]:
-        """Returns the AP of each class; None where the set has no object."""
+        """Returns the AP of each class; None for a class without objects in the set."""
         scores = [metrics[f"AP/{name}"] for name in self._dataset.class_names]
         return [score if score >= 0 else None for score in scores]
 
@@ -430,7 +431,7 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
     def _predict_rows(self, model: Detector, batch: Batch) -> tuple[Any, np.ndarray, Any]:
         """Predicts one batch, and adds a row of class _SEEN for each image.
 
-        Without it, images without detections would be missing.
+        Without these rows, images without detections would be missing.
         """
         outputs, rows_R6, count_B = detect(model, batch.images_B3HW, self._nms)
         indices_B = batch.image_index_B.numpy()
@@ -443,10 +444,10 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
     def _to_original_pixels(
         self, batch: Batch, rows_R6: np.ndarray, count_B: np.ndarray
     ) -> np.ndarray:
-        """Scales boxes to pixels of the original images, and drops padding images.
+        """Scales boxes to pixels of the original images and drops padding images.
 
         Args: rows_R6, count_B: see `detect`.
-        Returns: [R, 7], the image's position in front.
+        Returns: [R, 7], with the image's position as first column.
         """
         position_R = np.repeat(np.arange(len(count_B)), count_B)
         index_R = batch.image_index_B.numpy()[position_R]
@@ -493,7 +494,7 @@ class ClassificationEvaluator(DatasetEvaluator[Ranking]):
         return compute_accuracy(results)
 
     def class_scores(self, metrics: dict[str, float]) -> None:
-        """Returns None: accuracy is measured over all classes together."""
+        """Returns None, because accuracy is measured over all classes together."""
 
     def save(self, path: Path, results: Ranking) -> None:
         """Writes the ranking; see `ppdist.metrics.classification.write_ranking`."""
@@ -537,7 +538,7 @@ def classify(model: ImageModel, images_B3HW: paddle.Tensor) -> tuple[Any, np.nda
 
 @contextmanager
 def in_eval_mode(model: paddle.nn.Layer) -> Iterator[None]:
-    """Sets every layer to eval mode inside, and restores modes afterwards."""
+    """Sets every layer to eval mode within the context, and restores the modes afterwards."""
     modes = [(layer, layer.training) for layer in model.sublayers(include_self=True)]
     model.eval()
     try:

@@ -38,7 +38,7 @@ class Gradients:
         self._flat: FlatGradients | None = None  # of the last step
 
     def drop(self) -> None:
-        """Drops the gradients, and gives their memory to the next backward pass."""
+        """Drops the gradients, and frees their memory for the next backward pass."""
         self._optimizer.optimizer.clear_grad()
         if self._flat is not None:
             self._flat.release()
@@ -51,9 +51,9 @@ class Gradients:
 
         Args:
             totals: `sums` over all ranks, at the end of a tensor on the device.
-            factor: returns the factor by which the gradients will be multiplied; only exchanges
-                that keep back a part of them call it, because it waits for the device.
-        Returns: the square of their norm, [1].
+            factor: returns the factor by which the gradients will be multiplied; it waits for the
+                device, so only exchanges that hold back part of the gradients call it.
+        Returns: the square of the averaged gradients' norm, [1].
         """
         self._precision.widen(self.parameters)
         self._separate.apply(sums, totals)
@@ -69,9 +69,9 @@ class Gradients:
 
     @paddle.no_grad()
     def apply(self, factor: float, rates: LearningRates) -> None:
-        """Updates the weights by the gradients times `factor`.
+        """Updates the weights using the gradients times `factor`.
 
-        Collective where the optimizer is sharded.
+        Collective if the optimizer is sharded.
         """
         assert self._flat is not None, "they were not averaged"
         self._flat.scale_(factor)
@@ -89,10 +89,10 @@ class Gradients:
 
     @contextmanager
     def adding_zeros(self) -> Iterator[None]:
-        """Makes a context in which a backward pass adds zeros, whatever it computes.
+        """Creates a context in which backward passes add only zeros to the gradients.
 
-        The hook of a parameter gets the gradient of one pass before it is added to earlier ones and
-        before an exchange inside the backward pass takes the sum.
+        A parameter's hook receives the gradient of one pass before it is added to earlier gradients
+        and before an exchange within the backward pass takes the sum.
         """
         hooks = [parameter.register_hook(paddle.zeros_like) for parameter in self.parameters]
         try:

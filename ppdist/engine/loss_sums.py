@@ -23,7 +23,7 @@ class NormalisedLosses(NamedTuple):
     """Losses of a step over all ranks and micro-batches.
 
     losses: `loss` and its parts, normalised.
-    divisor: the number that gradients are divided by.
+    divisor: the number by which gradients are divided.
     """
 
     losses: dict[str, float]
@@ -31,7 +31,7 @@ class NormalisedLosses(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Numbers of a step, summed over all ranks, in the order of the message."""
+    """Numbers of a step, summed over all ranks, in the order in which they are exchanged."""
 
     images: float
     micro_batches: float  # of images, not padding
@@ -41,7 +41,7 @@ class Totals(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float], names: Sequence[str]) -> "Totals":
-        """Reads the message of a step.  Args: names: of the votes."""
+        """Parses the exchanged numbers of a step.  Args: names: names of the votes."""
         images, micro_batches, *rest = values
         votes = dict(zip(names, rest))
         return cls(images, micro_batches, votes, rest[len(names)], [*rest[len(names) + 1 :]])
@@ -54,7 +54,7 @@ class LossSums:
         self.terms: dict[str, Tensor] = {}
 
     def add(self, output: LossOutput) -> None:
-        """Adds a micro-batch; the names are the same every time."""
+        """Adds a micro-batch; every call must have the same names of losses."""
         terms = {_NORMALIZER: output.normalizer, _LOSS: sum_losses(output), **output.parts}
         if output.separate_loss is not None:
             separate = output.separate_loss
@@ -67,7 +67,7 @@ class LossSums:
 
     @property
     def loss(self) -> Tensor:
-        """Returns the whole loss of this rank, not normalised."""
+        """Returns the total loss of this rank, not normalised."""
         return self.terms[_LOSS]
 
     def not_finite(self) -> list[str]:
@@ -80,7 +80,7 @@ class LossSums:
     def normalise(self, values: Sequence[float]) -> NormalisedLosses:
         """Divides sums over all ranks.
 
-        Args: values: of the terms, in their order.
+        Args: values: values of the terms, in the order of `terms`.
         """
         sums = dict(zip(self.terms, values, strict=True))
         divisor = max(1.0, sums[_NORMALIZER])
@@ -104,7 +104,8 @@ class LossSums:
 class SeparateDivisor:
     """The divisor of the parameters whose keys begin with `Loss.separate_keys`.
 
-    All gradients are divided by the common divisor later, so before that these are multiplied by
+    All gradients are later divided by the common divisor, so the gradients of these parameters are
+    first multiplied by
 
         max(1, normalizer) / max(1, separate normalizer)
     """
@@ -114,9 +115,10 @@ class SeparateDivisor:
         self._parameters = [p for key, p in named if prefixes and key.startswith(prefixes)]
 
     def apply(self, sums: LossSums, totals: Tensor) -> None:
-        """Multiplies their gradients, without waiting for the device.
+        """Multiplies the gradients of these parameters, without waiting for the device.
 
-        Args: totals: of the terms over all ranks, in their order, at the end of a tensor.
+        Args: totals: a tensor that ends with the totals of the terms over all ranks, in their
+            order.
         """
         if not self._parameters:
             return
@@ -135,8 +137,8 @@ class SeparateDivisor:
 def local_normalizers(loss: Loss, micro_batches: Sequence[Batch]) -> Tensor | None:
     """Sums the normalizers that the loss computes from this rank's targets alone.
 
-    Returns: None: the loss needs predictions for its normalizer.  That depends on the kind of loss
-        only, so all ranks decide alike.
+    Returns: the sums; None if the loss needs predictions for its normalizer.  That depends only on
+        the kind of loss, so all ranks return the same kind of result.
     """
     counts = []
     for batch in micro_batches:
@@ -149,7 +151,7 @@ def local_normalizers(loss: Loss, micro_batches: Sequence[Batch]) -> Tensor | No
 
 
 def sum_losses(output: LossOutput) -> Tensor:
-    """Adds the losses of a micro-batch to the one that is differentiated, 0-D."""
+    """Adds the losses of a micro-batch up to the 0-D loss that is differentiated."""
     if output.separate_loss is None:
         return output.total
     return output.total + output.separate_loss.total
@@ -158,8 +160,8 @@ def sum_losses(output: LossOutput) -> Tensor:
 def zero_losses(output: LossOutput) -> LossOutput:
     """Returns zeros under the same names.
 
-    A product with 0 would not do: 0 x NaN is NaN, and a blank image may produce NaN in evaluation
-    mode.
+    Multiplying by 0 would not suffice: 0 x NaN is NaN, and a blank image may produce NaN in
+    evaluation mode.
     """
     return LossOutput(
         total=paddle.zeros_like(output.total),

@@ -35,7 +35,7 @@ from ppdist.optim.lr_scheduler import LearningRates
 
 @dataclass(frozen=True)
 class Job:
-    """The order for a measurement, as in job.json."""
+    """The description of a measurement, as stored in job.json."""
 
     config: dict[str, Any]  # of the run
     batches: list[int]  # images of a micro-batch, ascending
@@ -47,7 +47,7 @@ class Job:
 
 
 def main() -> None:
-    """Measures the job in the folder of the command line."""
+    """Runs the job in the folder named on the command line."""
     folder = Path(sys.argv[1])
     job = Job(**json.loads((folder / "job.json").read_text(encoding="utf-8")))
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")  # it ends before others
@@ -80,9 +80,9 @@ def _measure(job: Job, file_of_results: Path) -> None:
 
 
 def _run_trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[str, int]]:
-    """Yields the memory that each batch took, by kind.
+    """Yields the bytes of memory that each batch used, by kind.
 
-    Includes everything that a run holds between steps.
+    They include everything that a run keeps between steps.
     """
     model, evaluated = build_model(config), build_model(config)
     speed_up_cpu(config, [model, evaluated])

@@ -40,7 +40,7 @@ class Message:
 
 @dataclass
 class Messages:
-    """Messages from all parts that a run is built of."""
+    """Messages from all parts that make up a run."""
 
     _all: list[Message] = field(default_factory=list)
 
@@ -53,14 +53,14 @@ class Messages:
         self._all += [Message(text, About.RUN, False) for text in texts]
 
     def warnings(self, first: About = About.IMAGES) -> list[str]:
-        """Returns the texts of the warnings in order, from those about `first` on."""
+        """Returns the texts of the warnings in order, starting with those about `first`."""
         ordered = sorted(self._all, key=lambda message: message.about)
         return [message.text for message in ordered if message.warns and message.about >= first]
 
     def write(self, log: RunLog, codes: Mapping[str, str]) -> None:
         """Writes all messages to the log of the run: warnings first.
 
-        Args: codes: of the warnings that have one, by their text.
+        Args: codes: text -> code, for the warnings that have a code.
         """
         for text in self.warnings():
             log.warning(text, codes.get(text, ""))
@@ -70,7 +70,7 @@ class Messages:
 
 
 def data_line(config: ExperimentConfig, train: DetectionSet, val: DetectionSet | None) -> str:
-    """Describes the data in the line at the start of a run.
+    """Describes the data, for the start line of a run.
 
     For example `bccd: train 205 images, val 87; 3 classes: RBC, WBC, Platelets`.
     """
@@ -88,7 +88,7 @@ def data_line(config: ExperimentConfig, train: DetectionSet, val: DetectionSet |
 
 
 def model_line(config: ExperimentConfig, size: Complexity, anew: bool) -> str:
-    """Describes the model in the line at the start of a run.
+    """Describes the model, for the start line of a run.
 
     For example `yolov5 n, 1.77 M parameters, 0.28 GFLOPs at 160 x 160, from yolov5n_coco`.
     """
@@ -110,11 +110,11 @@ def device_line() -> str:
 
 
 def train_line(schedule: ScheduleSetup) -> str:
-    """Describes the training in the line at the start of a run.
+    """Describes the training, for the start line of a run.
 
     For example `30 epochs of 13 steps, 16 images a step; adamw, learning rate 0.001`; with several
-    micro-batches, each of which is a batch-norm group, it says how ranks share them.  A run that is
-    not of whole epochs says its steps first.
+    micro-batches, each of which is a batch-norm group, the line says how the ranks share them.  If
+    the run does not consist of whole epochs, the line begins with its steps.
     """
     world, steps = schedule.world, schedule.total_steps
     shared = "" if schedule.batches.count == 1 else f", {schedule.batches.describe(world)}"
@@ -130,7 +130,7 @@ def train_line(schedule: ScheduleSetup) -> str:
 
 
 def longer_line(schedule: ScheduleSetup) -> str:
-    """Describes how the total batch lengthens warm-up or epochs; "": not at all.
+    """Describes how the total batch lengthens warm-up or epochs; "" if it does not.
 
     For example `warm-up 4590 steps (10 epochs) instead of 2295, 89 epochs instead of 80: a step has
     4 times the reference batch`; if a rule cuts the warm-up, the line names it.
@@ -150,7 +150,7 @@ def longer_line(schedule: ScheduleSetup) -> str:
 
 
 def evaluate_line(config: ExperimentConfig, val: DetectionSet | None) -> str:
-    """Describes the evaluations in the line at the start of a run.
+    """Describes the evaluations, for the start line of a run.
 
     For example `every 8 epochs, on 87 images; the best mAP is kept`.
     """

@@ -63,11 +63,11 @@ _LARGE_BYTES = 64 << 20  # records up to this size are read at once: they may gr
 class Mirror:
     """The copy of a run's folder in a store; threads of rank 0 keep it up to date.
 
-    Every rank has one; `begin` and `finish` are called on rank 0 alone.
+    Every rank has a Mirror; `begin` and `finish` are called only on rank 0.
 
     Attributes:
-        url: of the run in the store.
-        folder: the local one.
+        url: address of the run in the store.
+        folder: the local folder.
     """
 
     def __init__(self, url: str, folder: Path) -> None:
@@ -89,11 +89,12 @@ class Mirror:
     # Begin
 
     def begin(self, resumes: bool) -> None:
-        """Takes the folder in the store, brings the run to this disk and starts to upload.
+        """Takes ownership of the folder in the store, downloads its run and starts to upload.
 
-        Args: resumes: the run continues one that may be there.
-        Raises: ConfigError: another training owns the folder, or it has a run and this one is new.
-            UserError: the store refuses.  StorageError: it cannot be reached.
+        Args: resumes: True if the run may continue one in the store.
+        Raises: ConfigError: another training run owns the folder, or it contains a run and this one
+            is new.  UserError: the store refuses access.  StorageError: the store cannot be
+            reached.
         """
         with explained(self.url):
             if not resumes and (names := _whole_checkpoints(stores.list_below(self.url))):
@@ -118,7 +119,7 @@ class Mirror:
             self._threads.append(thread)
 
     def _take(self) -> None:
-        """Creates the owner object, after a dead process if need be."""
+        """Creates the owner object, replacing that of a dead process if necessary."""
         note = files.read_json(self.folder / _NOTE)
         earlier_id = note.get("owner") if isinstance(note, dict) else None
         files.write_json(self.folder / _NOTE, {"url": self.url, "owner": self._id}, sync=True)
@@ -130,15 +131,15 @@ class Mirror:
             owner_id = _parse_object(content).get("id")
             if owner_id == self._id:  # our own, whose answer was lost
                 return
-            # It wrote to this folder, whose lock is ours now: it has died.
+            # An owner that wrote to this local folder, whose lock is now ours, must have died.
             if content and (owner_id is None or owner_id != earlier_id):
                 self._watch(content)
             stores.delete(self._owner_url)
 
     def _watch(self, content: bytes) -> None:
-        """Waits until an owner is silent for long enough.
+        """Waits until an owner has been silent long enough to count as dead.
 
-        Raises: ConfigError: it is alive, or another one has come.
+        Raises: ConfigError: the owner is alive, or another one has taken its place.
         """
         name = _name_owner(content)
         say(
@@ -162,7 +163,7 @@ class Mirror:
                 )
 
     def _bring_here(self) -> None:
-        """Downloads the run, unless the local folder has it and is as far or further."""
+        """Downloads the run, unless the local folder has the same run and is not behind."""
         sizes = stores.list_below(self.url)
         for name in sizes:
             if (parts := name.split("/"))[0] == _FOLDER and len(parts) == 3:
@@ -194,7 +195,7 @@ class Mirror:
                     point(self.folder / pointer, self.folder / _FOLDER / target)
 
     def _is_ahead(self, newest: str) -> bool:
-        """Returns True if the local run is that of the store, and no older."""
+        """Returns True if the local run is the same as that in the store, and not behind it."""
         folder = self.folder / _FOLDER
         if (step := newest_step(folder)) < int(newest.removeprefix("step-")):
             return False
@@ -214,15 +215,15 @@ class Mirror:
         return json.dumps({**note, "renewals": self._renewals}).encode()
 
     def _read_owner(self) -> bytes:
-        """Reads the owner object; b"": there is none."""
+        """Reads the owner object; b"" if there is none."""
         with suppress(FileNotFoundError):
             return stores.fetch(self._owner_url, use_cache=False)
         return b""
 
     def _require_owner(self) -> None:
-        """Checks that the folder in the store is this run's.
+        """Checks that this run still owns the folder in the store.
 
-        Raises: ConfigError `output_dir_lost`.
+        Raises: ConfigError `output_dir_lost`: another training run has taken it.
         """
         with self._lock:
             content = self._read_owner()
@@ -259,7 +260,7 @@ class Mirror:
                 _LOGGER.debug("%s: not renewed: %s", self._owner_url, error)  # the upload warns
 
     def _release(self) -> None:
-        """Deletes the owner object, so that the next run need not wait."""
+        """Deletes the owner object, so that the next run does not have to wait."""
         self._ended.set()
         with suppress(Exception):  # it counts as dead a minute from now
             once(self._require_owner)
@@ -269,9 +270,9 @@ class Mirror:
     # Upload
 
     def _upload_until_end(self) -> None:
-        """Uploads what is new, until a pass that began after `finish` has nothing left.
+        """Uploads new files until a pass that began after the call of `finish` succeeds.
 
-        At the end of the run it gives up where nothing succeeds for a while.
+        After the end of the run, it gives up if no request succeeds for a while.
         """
         failed_since, pause = 0.0, _LOOK_SECONDS
         while True:
@@ -303,11 +304,11 @@ class Mirror:
             self._wake.clear()
 
     def _upload(self) -> None:
-        """Makes the store equal to the local folder.
+        """Makes the store match the local folder.
 
-        Raises: ConfigError: the folder is another run's.  OSError, StorageError.
+        Raises: ConfigError: another run owns the folder.  OSError, StorageError.
         """
-        # First the checkpoints: the records read below have all their steps.
+        # List the checkpoints first, so that the records read below cover all of their steps.
         local = self._read_manifests()
         new = [name for name in sorted(local) if self._manifests.get(name) != local[name]]
         gone = [name for name in self._files if not (self.folder / _FOLDER / name).is_dir()]
@@ -341,7 +342,7 @@ class Mirror:
         return manifests
 
     def _changed_records(self) -> dict[str, tuple[int, int]]:
-        """Lists files outside of checkpoints that differ from what was uploaded."""
+        """Lists files outside the checkpoints that have changed since they were uploaded."""
         changed = {}
         for parent, folders, names in os.walk(self.folder):
             if Path(parent) == self.folder:
@@ -356,7 +357,7 @@ class Mirror:
         return changed
 
     def _changed_pointers(self) -> dict[str, str]:
-        """Lists the links that the store lacks, although it has their checkpoints."""
+        """Lists links missing or outdated in the store whose checkpoints it already has."""
         changed = {}
         for pointer in _POINTERS:
             with suppress(OSError):
@@ -374,7 +375,7 @@ class Mirror:
                 self._request(url, files.bytes_of(path))
 
     def _put_checkpoint(self, name: str, manifest: bytes) -> None:
-        """Uploads a checkpoint, its manifest last; one that is deleted meanwhile stays torn."""
+        """Uploads a checkpoint, manifest last; one deleted meanwhile is left incomplete."""
         folder, url = self.folder / _FOLDER / name, f"{self.url}/{_FOLDER}/{name}"
         if self._manifests.pop(name, None) is not None:  # the step was made again
             stores.delete(f"{url}/{MANIFEST}")
@@ -417,12 +418,12 @@ class Mirror:
     # End
 
     def finish(self, *, briefly: bool = False) -> str:
-        """Waits until the store has everything, and lets go of the folder.
+        """Waits until the store has everything, and releases the folder.
 
-        Args: briefly: for a few seconds only, as a process may be killed soon; else as long as
-            requests succeed.
-        Returns: what the store lacks, as text; "": nothing.
-        Raises: ConfigError: another training owns the folder.
+        Args: briefly: wait only a few seconds, because the process may be killed soon; else wait as
+            long as requests succeed.
+        Returns: names of what the store lacks, as text; "" if nothing is missing.
+        Raises: ConfigError: another training run owns the folder.
         """
         if not self._threads:
             return ""
@@ -460,10 +461,10 @@ class Mirror:
 
 
 def upload_rest(mirror: Mirror, status: int) -> None:
-    """Uploads what is left of a run that has ended; rank 0 alone.
+    """Uploads the remaining files of a run that has ended; only rank 0 calls it.
 
-    Args: status: its exit code.
-    Raises: CheckpointError: a run that is complete is not in the store as a whole.
+    Args: status: exit code of the run.
+    Raises: CheckpointError: the run is complete, but its upload is not.
     """
     missing = mirror.finish(briefly=status != 0)
     if not missing:
@@ -483,9 +484,9 @@ def upload_rest(mirror: Mirror, status: int) -> None:
 
 @contextmanager
 def description_of(url: str) -> Iterator[Path]:
-    """Yields a folder with what `config_of_run` reads of a run in a store.
+    """Yields a temporary folder with the files of a run in a store that `config_of_run` reads.
 
-    Raises: CheckpointError: it has no checkpoint.  UserError, StorageError.
+    Raises: CheckpointError: the run has no checkpoint.  UserError, StorageError.
     """
     with tempfile.TemporaryDirectory() as scratch, explained(url):
         sizes = stores.list_below(url)
@@ -505,7 +506,7 @@ def description_of(url: str) -> Iterator[Path]:
 
 
 def once(call: Callable[[], None]) -> None:
-    """Calls without waiting for a store that is away.  Raises: as `call`; StorageError."""
+    """Calls `call` without waiting for an unavailable store.  Raises: as `call`; StorageError."""
     with_retries(call, pause=_raise, quiet=True)
 
 
@@ -514,7 +515,7 @@ def _raise(_: float, error: StorageError) -> NoReturn:
 
 
 def _whole_checkpoints(names: Mapping[str, int]) -> list[str]:
-    """Lists the checkpoints with a manifest, `step-00001200`, oldest first."""
+    """Lists the names of checkpoints with a manifest, such as `step-00001200`, oldest first."""
     parts = (name.split("/") for name in names)
     return sorted(
         part[1]
@@ -524,14 +525,14 @@ def _whole_checkpoints(names: Mapping[str, int]) -> list[str]:
 
 
 def _is_wanted(parts: list[str], complete: list[str]) -> bool:
-    """Returns True if an object of the store is a file of the run that is resumed."""
+    """Returns True if an object in the store is a file of the run to resume."""
     if parts[0] == _FOLDER:
         return len(parts) == 3 and parts[1] in complete
     return parts[0] in FILES_OF_A_RUN or parts == [_RECIPE]
 
 
 def _download(url: str, sizes: Mapping[str, int], folder: Path) -> None:
-    """Downloads objects below `url` to `folder`; a checkpoint appears there as a whole."""
+    """Downloads objects below `url` to `folder`; checkpoints appear there only once complete."""
     drafts: dict[Path, Path] = {}
     for name, size in sorted(sizes.items()):
         path = folder / name
@@ -551,7 +552,7 @@ def _download(url: str, sizes: Mapping[str, int], folder: Path) -> None:
 
 
 def _run_of(state: object) -> object:
-    """Returns the random id of the run in a state.json; None: it has none."""
+    """Returns the run's random id from the content of a state.json; None if it has none."""
     run = state.get("run") if isinstance(state, dict) else None
     return run.get("id") if isinstance(run, dict) else None
 

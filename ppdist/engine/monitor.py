@@ -60,8 +60,8 @@ class _Step(NamedTuple):
 class MetricsLogger(Callback):
     """A callback that updates the progress line each step and writes metrics.jsonl at intervals.
 
-    A record has means, speed and seconds.  All ranks run this callback, because a record includes
-    the seconds of each rank; only rank 0 writes.
+    A record contains means, speed and times.  All ranks run this callback, because a record
+    includes the times of each rank; only rank 0 writes.
     """
 
     def __init__(self, log: RunLog, every: int, steps_per_epoch: int) -> None:
@@ -77,7 +77,7 @@ class MetricsLogger(Callback):
         self._recent: deque[_Step] = deque(maxlen=_RECENT)
 
     def restore(self, saved: StepSums | None, step: int) -> None:
-        """Continues the sums that the checkpoint of this step holds; None: it has none."""
+        """Continues the sums saved in the checkpoint of this step; None: it has no sums."""
         self._sums = StepSums.resumed(saved, step, self._every)
         self._steps.clear()
         self._recent.clear()
@@ -124,12 +124,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _images_per_second(steps: Sequence[_Step]) -> float:
-    """Computes the images per second of all ranks over at least one step."""
+    """Computes the images per second of all ranks together, over at least one step."""
     return sum(step.result.images for step in steps) / sum(step.seconds.wall for step in steps)
 
 
 def _gather_rank_seconds(steps: Sequence[_Step]) -> dict[str, list[float]]:
-    """Gathers the mean seconds of each rank over some steps.  Collective."""
+    """Gathers each rank's mean times over some steps.  Collective."""
     means = {
         "rank_step_seconds": _mean([step.seconds.wall for step in steps]),
         "rank_own_seconds": _mean([step.seconds.compute for step in steps]),
@@ -145,7 +145,7 @@ def _gather_rank_seconds(steps: Sequence[_Step]) -> dict[str, list[float]]:
 
 
 def _micro_batch_seconds(steps: Sequence[_Step]) -> float:
-    """Computes the mean compute time of this rank's micro-batches; 0: it had none."""
+    """Computes the mean compute time per micro-batch of this rank; 0 if it had none."""
     steps_with_images = [step for step in steps if step.result.own_micro_batches > 0]
     count = sum(step.result.own_micro_batches for step in steps_with_images)
     return sum(step.seconds.compute for step in steps_with_images) / count if count else 0.0
@@ -179,7 +179,7 @@ class EpochLogger(Callback):
         if self._means.ends(step):
             self._results = metrics
             return
-        # In mid-epoch, or before the first step if a stop had skipped a due evaluation.
+        # Mid-epoch, or before the first step if a stop had skipped an evaluation that was due.
         names = [name for name in ("val_loss", *self._shown) if name in metrics]
         scores = "".join(f"  {name} {metrics[name]:.4f}" for name in names)
         self._log.info(f"after step {step}:{scores}")
@@ -257,9 +257,9 @@ def _format_score(value: float | None) -> str:
 
 
 class EvaluationLogger(Callback):
-    """A callback that records evaluations: metrics.jsonl, pictures, evaluation.json of the best.
+    """A callback that records evaluations: metrics.jsonl, pictures, the best one's evaluation.json.
 
-    A failure here must not end the run: it is a warning, given once.
+    A failure here must not end the run; it only causes a warning, once.
     """
 
     def __init__(
@@ -271,8 +271,8 @@ class EvaluationLogger(Callback):
     ) -> None:
         """
         Args:
-            show: writes pictures of the evaluation after a step into a folder.
-            analyse: gives the content of evaluation.json after a step; called on rank 0 only.
+            show: writes pictures of the evaluation after a step to a folder.
+            analyse: returns the content of evaluation.json for a step; called on rank 0 only.
         """
         self._log = log
         self._steps_per_epoch = steps_per_epoch
@@ -303,9 +303,9 @@ class EvaluationLogger(Callback):
 class StragglerMonitor(Callback):
     """A callback that reports stragglers: ranks that are slow in two successive comparisons.
 
-    Compares every 15 steps.  A rank's compute time is its step time without waits in collectives,
-    for each of its micro-batches: ranks may have more or fewer of them.
-    On a GPU it covers the host only (images, kernel launches): a slow card goes undetected.
+    Compares the ranks every 15 steps.  A rank's compute time is its step time without waits in
+    collectives, divided by its number of micro-batches, which may differ between ranks.
+    On a GPU, it covers only the host (images, kernel launches): a slow card goes undetected.
     """
 
     def __init__(self, log: RunLog) -> None:
@@ -324,11 +324,11 @@ class StragglerMonitor(Callback):
             self._log.warning(warning)
 
     def judge(self, seconds_W: list[float]) -> str:
-        """Writes a warning that names each straggler once; usually "".  The same on every rank.
+        """Returns a warning that names new stragglers, the same on every rank; usually "".
 
-        Args: seconds_W: of each rank for a micro-batch; 0: it had none.
+        Args: seconds_W: each rank's compute time per micro-batch; 0: it had none.
         """
-        # The lower median: of two ranks the faster one is the measure of the other.
+        # The lower median: with two ranks, the slower one is compared to the faster one.
         usual = median_low([seconds for seconds in seconds_W if seconds > 0] or [1.0])
         slow_before = self._slow
         self._slow = {rank for rank, seconds in enumerate(seconds_W) if seconds / usual > _SLOW}
@@ -346,10 +346,11 @@ class StragglerMonitor(Callback):
 
 
 def _advise_shares(seconds_W: Sequence[float]) -> str:
-    """Advises the `distributed.shares` that would make all ranks' steps equally long.
+    """Suggests the `distributed.shares` that would make the steps of all ranks equally long.
 
-    Returns: "" if the times do not tell (cards, or a rank without micro-batches), or if the number
-        of ranks may change, because the list has one entry for each rank.
+    Returns: the advice; "" if the times are not conclusive (on cards, or if a rank has no
+        micro-batches), or if the number of ranks may change, because the list has one entry per
+        rank.
     """
     unknown = device.on_accelerator() or min(seconds_W) <= 0 or len(seconds_W) > _MOST_SPEEDS
     if unknown or MIN_HOSTS_VARIABLE in os.environ:
