@@ -6,14 +6,14 @@ from ppdist.config.experiment import ExperimentConfig
 from ppdist.engine.schedule_setup import ScheduleSetup, counted
 from ppdist.optim.lr_scheduler import LEAST_WARMUP_STEPS
 
-_LARGE_BATCH = 256  # images of a step from which AGVM and MMYOLO see detectors lose mAP
+_LARGE_BATCH = 256  # images per step from which AGVM and MMYOLO report losses of mAP
 _MUCH_LARGER = 4.0  # times the reference: one machine to four in PaddleDetection's table
 # Images per card at which batch norm no longer needs statistics from other ranks.  Eight images on
 # each of eight cards is the YOLOv5 recipe, where SyncBN is optional; with fewer images, or on
 # more cards, it matters (YOLOv5's pull request 401).
 _FEW_IMAGES, _FEW_CARDS = 8, 8
 _UNSTABLE_WITHOUT_SYNC = 32  # the smallest total batch at which MegDet saw training fail
-_NOISE_SCALE = 450  # to try first: that of Mask R-CNN, by MLPerf's epochs
+_NOISE_SCALE = 450  # a first guess: Mask R-CNN's, derived from MLPerf's epochs
 _MORE = "docs/distributed.md"
 
 

@@ -37,15 +37,15 @@ from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.resume import Start, resumed_micro_batches
 
 HOST, ADDRESSES, CARD = "memory of the host", "address space (ulimit -v)", "memory of the card"
-Bytes = Mapping[str, int]  # by kind
+Bytes = Mapping[str, int]  # by kind of memory
 # (batch -> bytes it used, by kind of memory; why a requested batch was not measured, with a remedy,
 # or "")
 Outcome = tuple[dict[int, dict[str, int]], str]
 MISTAKE, NO_MEMORY = 2, 3  # exit codes of `memory_probe`
 _DRAWS = 10_000  # random draws of the images that are combined into one
-_MEMORY_SHARE = 0.8  # of what is free; loaders and evaluation need the rest
+_MEMORY_SHARE = 0.8  # of free memory; loaders and evaluation need the rest
 _SEARCH_SHARE = 0.5  # of distributed.timeout_seconds
-_WORTH_A_TRIAL = 8  # a trial costs a process: none for less than an eighth more images
+_WORTH_A_TRIAL = 8  # a trial costs a process: only for at least an eighth more images
 _TAIL = 600  # characters at the end of the probe's output that a message quotes
 _SMALLER = "lower model.image_size (or train.multi_scale), take a smaller model, or give a number"
 _LATE = (
@@ -370,7 +370,7 @@ def _explain_exit(code: int, folder: Path, output: Path) -> str:
     tail = output.read_text(encoding="utf-8", errors="replace").strip()[-_TAIL:]
     ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     message = f"it ended with {ending}{': ' * bool(tail)}{tail}"
-    if code < 0 or code == NO_MEMORY:  # limits end a process by signals, too
+    if code < 0 or code == NO_MEMORY:  # a limit may also kill a process by a signal
         return f"{message}; {_SMALLER}"
     return f"{message}; if memory is not the cause, give a number: training then says more"
 

@@ -107,7 +107,7 @@ from ppdist.optim.sharded_updater import ShardedUpdater
 from ppdist.optim.updater import Updater
 from ppdist.viz.run_pictures import BatchPictures, EvaluationPictures, Put
 
-_LOST_HOST_SECONDS = 120.0  # NFS gives its locks back after 90
+_LOST_HOST_SECONDS = 120.0  # NFS releases a lost client's locks after 90 s
 # The losses of our models, by `model.name`; the models are in ppdist/models/build.py.
 _LOSSES = {
     "ppyoloe": "ppdist.losses.ppyoloe:PPYOLOELoss",
@@ -134,7 +134,7 @@ class Experiment:
     trainer: Trainer
     log: RunLog
     output_dir: Path
-    sets: dict[str, DetectionSet]  # by split: those that the run reads
+    sets: dict[str, DetectionSet]  # by split; only sets that the run reads
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def decide_training(
     messages.warn(
         About.MACHINE, preflight(config, evaluate=evaluate, resume=resume, kernels=kernels)
     )
-    dirs = find_output_dirs(output_dir)  # a missing one is made once the run is sure to start
+    dirs = find_output_dirs(output_dir)  # a missing one is created once the run is sure to start
     if hold:
         messages.warn(About.MACHINE, comm.run_on_main(lambda: _hold(output_dir)))
     start = find_start(resume, dirs, config)
@@ -229,7 +229,7 @@ def decide_training(
     schedule = build_schedule_setup(config, data.images, batches)
     run = validate_resume(start, schedule, data.train_set, config, data.pixels)
     data.bad_images.reasons |= run.bad_images
-    run.bad_images = data.bad_images.reasons  # one object: checkpoints hold later images as well
+    run.bad_images = data.bad_images.reasons  # shared: checkpoints get later images, too
     size = comm.run_on_all_ranks(lambda: complexity(model))
     messages.warn(About.START, start.warnings)
     messages.warn(About.RUN, config_warnings(with_epochs(config, data.images, batches), anew))
@@ -293,7 +293,7 @@ def build_training(
         )
         _take_folder(decisions, output_dir, command, typed_config=config)
     log = comm.run_on_all_ranks(lambda: _open_log(decisions, output_dir, early_log))
-    with ExitStack() as undo:  # an error closes the log; else it is open in the result
+    with ExitStack() as undo:  # an error closes the log; else it stays open in the result
         undo.callback(log.close)
         _announce(decisions, output_dir, log)
         start, data, model = decisions.start, decisions.data, decisions.model
@@ -423,7 +423,7 @@ def _load_pretrained(
     fetch_on_all_ranks(weights)
     report, warnings = comm.run_on_all_ranks(load)
     if model.needs_anchors and model.given_anchors_LA2 is not None:
-        model.set_anchors(model.given_anchors_LA2)  # they override those of the file
+        model.set_anchors(model.given_anchors_LA2)  # override the anchors from the file
     return report, warnings
 
 

@@ -28,10 +28,10 @@ class Change(NamedTuple):
 class Changes:
     """Keys that differ from a checkpoint's, grouped by consequence."""
 
-    free: list[Change] = field(default_factory=list)  # none
+    free: list[Change] = field(default_factory=list)  # no consequence
     scores: list[Change] = field(default_factory=list)  # scores are no longer comparable
     learned: list[Change] = field(default_factory=list)  # training changes
-    step: list[Change] = field(default_factory=list)  # by the micro-batches that come of them
+    step: list[Change] = field(default_factory=list)  # the resulting micro-batches change the step
 
 
 def changes(previous: Section, now: Section, by_scores: bool) -> Changes:

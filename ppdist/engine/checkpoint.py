@@ -141,7 +141,7 @@ def save_checkpoint(
         # In this order, so that after a power cut the directory has its final name only if its
         # files are complete.
         sync_path(draft)
-        require_held(folder.parent)  # late: another training may have taken the folder meanwhile
+        require_held(folder.parent)  # late: another run may have taken the folder
         draft.rename(final)
         sync_path(folder)
     except ConfigError:
@@ -226,7 +226,7 @@ def check_room(folder: Path, snapshot: Snapshot, count: int, moments: int = 0) -
         }
         linked_paths = {(folder / name).resolve() for name in ("best", "last")}
         free = free_disk(folder)
-    except OSError:  # an estimate that cannot be made ends no run
+    except OSError:  # a run must not end because an estimate fails
         return ""
     # The checkpoints that `prune_to_newest` would delete.
     spare = sum(used_bytes[path] for path in checkpoints[1:] if path.resolve() not in linked_paths)
@@ -322,7 +322,7 @@ def _delete(paths: Sequence[Path], folder: Path, best_step: int) -> bool:
         sync_path(folder)  # or a power loss might keep the deletion and lose the new `best`
     for path in old_paths:
         draft = draft_of(path)
-        path.rename(draft)  # at once: half a checkpoint must not have the name of a whole one
+        path.rename(draft)  # first: an incomplete checkpoint must not keep its name
         shutil.rmtree(draft, ignore_errors=True)
     return bool(old_paths)
 
@@ -389,7 +389,7 @@ def set_run_aside(output_dir: Path) -> Path | None:
         old_folder.mkdir()
         for name in FILES_OF_A_RUN:
             path = output_dir / name
-            if name == "checkpoints" and path.is_symlink():  # the new run follows it, too
+            if name == "checkpoints" and path.is_symlink():  # the new run uses the link, too
                 if (aside := set_aside(path, -1)) is not None:
                     (old_folder / name).symlink_to(aside)
             elif os.path.lexists(path):
@@ -518,12 +518,12 @@ class CheckpointWriter:
         self.keep = keep
         self._on_saved = on_saved
         self._sync_records = sync_records
-        self._lock = threading.Lock()  # of everything below
+        self._lock = threading.Lock()  # guards everything below
         self._thread: threading.Thread | None = None  # while there is something to write
         self._waiting: list[Snapshot] = []  # oldest first
         self._refused: list[tuple[Snapshot, Exception]] = []  # by the disk, and why; newest last
         self._troubles: list[str] = []
-        self._unsynced = -1  # step whose records could not be put on disk
+        self._unsynced = -1  # step whose records could not be flushed to disk
 
     def make_room(self) -> None:
         """Drops snapshots that wait or could not be written, except the best, to free memory."""
@@ -554,7 +554,7 @@ class CheckpointWriter:
                 (snapshot, reason) for snapshot, reason in self._refused if snapshot.step <= step
             ]
         self._wait()
-        with self._lock:  # the one that was being written
+        with self._lock:  # the snapshot that was being written
             self._refused = [
                 (snapshot, reason) for snapshot, reason in self._refused if snapshot.step <= step
             ]
@@ -618,7 +618,7 @@ class CheckpointWriter:
         failed = f"the checkpoint of step {snapshot.step} was not written"
         try:
             self._save(snapshot)
-        except ConfigError as error:  # another training owns the folder
+        except ConfigError as error:  # another training run owns the folder
             return error
         except CheckpointError as error:
             return CheckpointError(f"{failed}: {error}", code="checkpoint_unwritable")

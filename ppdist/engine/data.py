@@ -36,7 +36,7 @@ _COMPARED_IMAGES = 64  # per set, by content; all by file size
 _PATHS_AT_ONCE = 10_000  # per chunk: a list of millions would take hundreds of megabytes
 # Share of the training images that may be unusable: more suggest an interrupted copy.
 BAD_SHARE = 0.001
-_SHOWN = 20  # images of the blocklist in a message
+_SHOWN = 20  # blocked images listed in a message
 # Passes on the batches of a plan and observes them, for example to draw some of them.
 Watch = Callable[[Iterator[Batch], TrainSampler], Iterator[Batch]]
 
@@ -420,5 +420,5 @@ def _count_bytes(path: str, opener: Opener) -> int:
     """Returns the size of a file in bytes; -1: it cannot be found."""
     try:
         return opener.identity_of(path).bytes
-    except (OSError, StorageError):  # its reader reports why
+    except (OSError, StorageError):  # whoever reads the file reports why
         return -1

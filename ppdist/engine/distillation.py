@@ -183,7 +183,7 @@ def build_distillation(
     teacher.fuse()
     fast = is_on_onednn(student)
     if fast and self_check(teacher, 2 * teacher.size_multiple) is None:
-        use_onednn(teacher)  # on each rank by itself: values agree to rounding
+        use_onednn(teacher)  # each rank decides alone: values agree to rounding
     teacher.eval()
     for parameter in teacher.parameters():
         parameter.stop_gradient = True

@@ -20,7 +20,7 @@ class EarlyStoppingState:
     metric: str
     best: float | None = None  # None: nothing was measured yet
     best_step: int = 0
-    in_vain: int = 0  # evaluations in a row without a better value
+    in_vain: int = 0  # consecutive evaluations without a better value
 
 
 class EarlyStopping:

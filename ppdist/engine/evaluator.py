@@ -39,7 +39,7 @@ from ppdist.models.base import Detector, ImageModel
 
 _LOGGER = logging.getLogger("ppdist")
 _SEEN = -1  # instead of a class: the row only marks the image as seen
-_STOPPED = -1  # instead of an image's position: the rank was asked to stop
+_STOPPED = -1  # instead of an image's position: the rank received a stop request
 
 
 def _never() -> bool:
@@ -110,7 +110,7 @@ class ValidationLoss:
         Args: step: optimizer steps done; the loss is computed as in the last of them.
         """
         self._step, self.sums = max(0, step - 1), {}
-        if not self._counted:  # once: set, input sizes and anchors do not change
+        if not self._counted:  # only once: set, input sizes and anchors do not change
             # Ranks without images have no counts and are left out of the sum.
             counts_W = evaluate_on_all_ranks(self._count_targets, say=lambda counts: counts).said_W
             totals = [sum(counts) for counts in zip(*filter(None, counts_W))]

@@ -16,7 +16,7 @@ from ppdist.data.types import Batch
 from ppdist.losses.base import Loss, LossOutput
 
 _NORMALIZER, _LOSS = "normalizer", "loss"
-_SEPARATE = "separate "  # before the names of the loss that has a normalizer of its own
+_SEPARATE = "separate "  # prefix of the names of the loss with its own normalizer
 
 
 class NormalisedLosses(NamedTuple):

@@ -38,11 +38,11 @@ class Job:
     """The description of a measurement, as stored in job.json."""
 
     config: dict[str, Any]  # of the run
-    batches: list[int]  # images of a micro-batch, ascending
-    micro_batches: int  # of a step, 1 or 2: the second adds its gradients to those of the first
-    objects: int  # padded boxes of an image
-    images: int  # of an epoch
-    several_ranks: bool  # then gradients are copied once, to be sent
+    batches: list[int]  # images per micro-batch, ascending
+    micro_batches: int  # per step, 1 or 2: the second adds its gradients to the first's
+    objects: int  # padded boxes per image
+    images: int  # per epoch
+    several_ranks: bool  # if True, gradients are copied once, to be sent
     limits: dict[str, int]  # bytes by kind; the process stops before a batch that needs more
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     """Runs the job in the folder named on the command line."""
     folder = Path(sys.argv[1])
     job = Job(**json.loads((folder / "job.json").read_text(encoding="utf-8")))
-    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")  # it ends before others
+    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")  # killed first
     try:
         _measure(job, folder / "took.jsonl")
     except UserError as error:
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _measure(job: Job, file_of_results: Path) -> None:
-    config = experiment_of(job.config, trusted=True)  # by the run that started this process
+    config = experiment_of(job.config, trusted=True)  # written by the run that started this process
     comm.init(config.device, config.distributed)
     meter = Meter()
     used_by_batch: dict[int, dict[str, int]] = {}
@@ -90,20 +90,20 @@ def _run_trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[di
     step = build_train_step(config, schedule, model)
     if config.train.sync_bn and job.several_ranks:
         take_sync_batch_norm(step.model)  # as on several ranks, where it is not fused into others
-    rates = LearningRates(0.0, 0.0, config.optimizer.momentum)  # weights stay
+    rates = LearningRates(0.0, 0.0, config.optimizer.momentum)  # weights do not change
     trained = [p for p in model.parameters() if not p.stop_gradient]
     sent = sum(4 * p.size for p in trained) if job.several_ranks else 0
     by_area = sorted({*config.training_sizes}, key=lambda size: size[0] * size[1])
     last = schedule.total_steps - 1  # perhaps with another assigner than the first step
     passes = [(by_area[-1], 0), (by_area[-1], last)]
-    if len(by_area) > 1:  # the memory that other sizes leave does not always fit the largest
+    if len(by_area) > 1:  # memory freed by other sizes does not always fit the largest
         passes += [(by_area[0], last), (by_area[-1], last)]
     snapshots = None
     for batch in job.batches:
         for size, number in passes:
             drawn = _draw_batches(batch, job.objects, size, config.model.num_classes)
             step(islice(drawn, job.micro_batches), number, rates, Clock())
-            if snapshots is None:  # one to roll back to, one being written, beside later steps
+            if snapshots is None:  # one for rollback, one being written
                 snapshots = [capture_state(step, TrainState(), schedule) for _ in range(2)]
         yield {kind: used + sent for kind, used in meter.peak().items()}
 

@@ -17,7 +17,7 @@ from ppdist.distributed import comm, device
 from ppdist.engine.schedule_setup import ScheduleSetup, counted
 from ppdist.models.complexity import Complexity
 
-_NAMES = 3  # classes that are named
+_NAMES = 3  # number of classes listed
 
 
 class About(IntEnum):
@@ -166,5 +166,5 @@ def evaluate_line(config: ExperimentConfig, val: DetectionSet | None) -> str:
 def _read_card_name() -> str:
     try:
         return str(paddle.device.cuda.get_device_name())
-    except Exception:  # a card of another maker; a driver may refuse in its own way
+    except Exception:  # a card of another vendor; drivers raise errors of their own
         return device.kind()

@@ -50,13 +50,13 @@ _STEP = re.compile(r"step-\d+")
 _RECIPE = "recipe.yml"
 _LOCAL = re.compile(r"\..*|old-\d+|run\.lock|store\.json|owner\.json|checkpoints")  # not uploaded
 _LOOK_SECONDS = 5.0
-_RECORDS_SECONDS = 60.0  # between two uploads of records without a checkpoint
+_RECORDS_SECONDS = 60.0  # between uploads of records without a new checkpoint
 _RECORDS_SHARE = 10.0  # and they take a tenth of the time at most: metrics.jsonl goes as a whole
 _RENEW_SECONDS = 15.0
 _SILENT_SECONDS = 60.0  # without a renewal, after which an owner counts as dead
 _LONGEST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 30.0, 2.0  # after a failure; at the end
 _FINISH_SECONDS = 300.0  # without progress, at the end of a run
-_STOP_SECONDS = 10.0  # after a signal or an error: fleetrun kills 28 s after it
+_STOP_SECONDS = 10.0  # after a signal or an error: fleetrun kills after 28 s
 _LARGE_BYTES = 64 << 20  # records up to this size are read at once: they may grow meanwhile
 
 
@@ -73,17 +73,17 @@ class Mirror:
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self.folder = url, folder
         self._id, self._renewals = uuid.uuid4().hex, 0
-        self._lock = threading.Lock()  # of the owner object
+        self._lock = threading.Lock()  # guards the owner object
         self._wake, self._ended = threading.Event(), threading.Event()
         self._ending, self._ending_since = False, 0.0
         self._threads: list[threading.Thread] = []
         self._records: dict[str, tuple[int, int]] = {}  # uploaded: name -> mtime in ns, bytes
-        self._records_after = 0.0  # time before which records wait
-        self._manifests: dict[str, bytes] = {}  # of the whole checkpoints in the store, by name
-        self._files: dict[str, set[str]] = {}  # of all checkpoints there, whole or not
+        self._records_after = 0.0  # records are not uploaded before this time
+        self._manifests: dict[str, bytes] = {}  # of complete checkpoints in the store, by name
+        self._files: dict[str, set[str]] = {}  # of all checkpoints there, complete or not
         self._pointers: dict[str, str] = {}
-        self._busy_until = 0.0  # a request that was begun may take until then
-        self._uploaded_at = 0.0  # when the last one succeeded
+        self._busy_until = 0.0  # a request in progress may take until then
+        self._uploaded_at = 0.0  # when the last request succeeded
         self._lost: ConfigError | None = None
 
     # Begin
@@ -129,7 +129,7 @@ class Mirror:
                 return
             content = self._read_owner()
             owner_id = _parse_object(content).get("id")
-            if owner_id == self._id:  # our own, whose answer was lost
+            if owner_id == self._id:  # our own write, whose response was lost
                 return
             # An owner that wrote to this local folder, whose lock is now ours, must have died.
             if content and (owner_id is None or owner_id != earlier_id):
@@ -151,7 +151,7 @@ class Mirror:
             time.sleep(min(1.0, _SILENT_SECONDS / 4))
             comm.alive()
             current = self._read_owner()
-            if not current:  # it has ended
+            if not current:  # the owner has ended
                 return
             if current != content:
                 raise ConfigError(
@@ -262,7 +262,7 @@ class Mirror:
     def _release(self) -> None:
         """Deletes the owner object, so that the next run does not have to wait."""
         self._ended.set()
-        with suppress(Exception):  # it counts as dead a minute from now
+        with suppress(Exception):  # otherwise this owner counts as dead in a minute
             once(self._require_owner)
             with self._lock:
                 once(lambda: stores.delete(self._owner_url))
@@ -279,7 +279,7 @@ class Mirror:
             is_last = self._ending
             try:
                 once(self._upload)
-            except ConfigError as error:  # another training owns the folder
+            except ConfigError as error:  # another training run owns the folder
                 files.give_up(self.folder, error)
                 return
             except Exception as error:  # training must outlive the store, and our own bugs
@@ -368,7 +368,7 @@ class Mirror:
 
     def _put_record(self, name: str) -> None:
         path, url = self.folder / name, f"{self.url}/{name}"
-        with suppress(FileNotFoundError):  # it was moved meanwhile
+        with suppress(FileNotFoundError):  # the file was moved meanwhile
             if path.stat().st_size > _LARGE_BYTES:
                 self._request(url, path)
             else:
@@ -377,7 +377,7 @@ class Mirror:
     def _put_checkpoint(self, name: str, manifest: bytes) -> None:
         """Uploads a checkpoint, manifest last; one deleted meanwhile is left incomplete."""
         folder, url = self.folder / _FOLDER / name, f"{self.url}/{_FOLDER}/{name}"
-        if self._manifests.pop(name, None) is not None:  # the step was made again
+        if self._manifests.pop(name, None) is not None:  # the step was trained again
             stores.delete(f"{url}/{MANIFEST}")
         try:
             for path in sorted(folder.iterdir()):
@@ -471,7 +471,7 @@ def upload_rest(mirror: Mirror, status: int) -> None:
         say(f"ppdist: {mirror.url} has everything of {mirror.folder}")
         return
     message = f"the store lacks {missing}; all of it is in {mirror.folder}"
-    if status:  # a signal: the next attempt goes on from what is there
+    if status:  # a signal: the next attempt continues from what is there
         say(f"ppdist: warning: {mirror.url}: {message}")
         return
     raise CheckpointError(

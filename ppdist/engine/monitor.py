@@ -27,7 +27,7 @@ _GIB = 1 << 30
 _RECENT = 20  # steps averaged for the speed on the console
 _WINDOW = 15  # steps per comparison of ranks
 _SLOW = 1.43  # times as long as the others: a score of 0.7
-_MOST_SPEEDS = 16  # in a readable line
+_MOST_SPEEDS = 16  # that fit in a readable line
 _TABLE_WIDTH, _ETA_WIDTH = 80, 7  # columns
 
 
@@ -72,7 +72,7 @@ class MetricsLogger(Callback):
         self._log = log
         self._every = every
         self._steps_per_epoch = steps_per_epoch
-        self._sums = StepSums()  # since the last record, before a resume, too
+        self._sums = StepSums()  # since the last record, even from before a resume
         self._steps: list[_Step] = []  # of this process since then, for the seconds of this rank
         self._recent: deque[_Step] = deque(maxlen=_RECENT)
 
@@ -113,7 +113,7 @@ class MetricsLogger(Callback):
             "step_seconds": sums.wall_seconds / sums.steps,
             **({"partial": True} if sums.partial else {}),
         }
-        if step % self._every == 0:  # else the run ends, and an extended one completes them
+        if step % self._every == 0:  # else the run ends; an extended run completes them
             self._sums = StepSums(after=step)
         self._log.metrics(record)
         self._log.metrics({"step": step, **_gather_rank_seconds(steps)})
