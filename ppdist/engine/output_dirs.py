@@ -22,14 +22,14 @@ class OutputDirs:
     """The output folders of a run's hosts.
 
     Attributes:
-        shared: all hosts have the same output_dir; None: there is one host.
+        shared: whether all hosts use the same output_dir; None if there is only one host.
     """
 
     folder: Path
     shared: bool | None = None
 
     def note_newest(self, step: int) -> None:
-        """Notes, on hosts without checkpoints, that rank 0's host has one.  Local."""
+        """Records, on hosts without checkpoints, that rank 0's host has one.  Local."""
         if self.shared is False and comm.local_rank() == 0 and not comm.is_main():
             note = {"step": step, "host": comm.addresses()[0]}
             with suppress(OSError):  # the note only matters if that host is lost
@@ -37,9 +37,9 @@ class OutputDirs:
                 replace_file(self.folder / _NOTE, json.dumps(note).encode())
 
     def require_no_other(self) -> None:
-        """Refuses to begin anew if a host has a note of a checkpoint.  Collective.
+        """Refuses to start a new run if a host has a note of a checkpoint.  Collective.
 
-        Raises: CheckpointError, on every rank: one has.
+        Raises: CheckpointError, on every rank: a host has such a note.
         """
         note = None if comm.local_rank() else read_json(self.folder / _NOTE)
         notes = [
@@ -59,7 +59,7 @@ class OutputDirs:
             )
 
     def forget(self) -> None:
-        """Deletes the note, because a new run begins.  Local."""
+        """Deletes the note, because a new run starts.  Local."""
         if comm.local_rank() == 0:
             with suppress(OSError):
                 (self.folder / _NOTE).unlink(missing_ok=True)
@@ -68,7 +68,7 @@ class OutputDirs:
 def find_output_dirs(folder: Path) -> OutputDirs:
     """Finds out whether the hosts share an output_dir.  Collective.
 
-    Rank 0 puts a file there, and the others look for it.
+    Rank 0 creates a file in it, and the other ranks look for this file.
     """
     if comm.world_size() == comm.local_size():
         return OutputDirs(folder)
@@ -77,7 +77,7 @@ def find_output_dirs(folder: Path) -> OutputDirs:
     def put() -> tuple[str, str]:
         """Creates a file in the nearest existing folder.
 
-        Returns: its name; the path of our folder relative to that one.
+        Returns: the file's name; the path of our folder relative to the existing folder.
         """
         existing = next(parent for parent in (path, *path.parents) if parent.is_dir())
         name = f".ppdist-{uuid.uuid4().hex}"
@@ -85,8 +85,8 @@ def find_output_dirs(folder: Path) -> OutputDirs:
             (existing / name).touch()
         return name, f"{path.relative_to(existing)}"
 
-    # On other hosts the folder may not exist yet, or hang below another mount: they look in every
-    # parent from which it has the same relative path.
+    # On other hosts the folder may not exist yet, or lie below another mount point: they look in
+    # every parent from which the folder has the same relative path.
     name, below = comm.run_on_main(put)
     probes = [
         parent / name for parent in (path, *path.parents) if f"{path.relative_to(parent)}" == below

@@ -21,7 +21,7 @@ class TrainData(Protocol):
     follows_scores: bool
 
     def steps(self, first_step: int, scores: ClassScores | None) -> Iterator[Iterator[Batch]]:
-        """Yields the micro-batches of each step, from a step to the end of the run.
+        """Yields the micro-batches of each step, from the start step to the end of the run.
 
         Args: scores: of the last evaluation; None: none yet.
         """
@@ -40,7 +40,7 @@ class TrainEvaluator(Protocol):
     def evaluate(
         self, model: ImageModel, stopped: Callable[[], bool], step: int
     ) -> dict[str, float]:
-        """Measures a model.  Collective.
+        """Evaluates a model.  Collective.
 
         Raises: EvaluationStopped, on all ranks: one was asked to stop.  EvaluationFailed.
         """
@@ -60,7 +60,7 @@ class TrainLog(Protocol):
     """Lines and records of a run; `ppdist.common.run_log.RunLog` is one.
 
     Attributes:
-        eta: the estimate of the time left, which starts with the first step.
+        eta: the estimate of the remaining time, which starts with the first step.
     """
 
     eta: ETA
@@ -77,7 +77,7 @@ class TrainLog(Protocol):
 
 
 class Sums(Protocol):
-    """Sums over steps that a checkpoint holds, such as those of `MetricsLogger`."""
+    """Sums over steps that are stored in checkpoints, such as the sums of `MetricsLogger`."""
 
     def restore(self, saved: Any, step: int) -> None: ...
 

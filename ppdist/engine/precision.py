@@ -12,15 +12,15 @@ _FIRST_SCALE = 1024.0
 
 
 class Precision:
-    """The precision of a step: float32, or that of `train.amp`.
+    """The precision of a step: float32, or the one set by `train.amp`.
 
-    For `train.amp` it is Paddle's autocast, on a CPU oneDNN's kernels.  Small numbers underflow in
+    `train.amp` uses Paddle's autocast; on a CPU, oneDNN's kernels.  Small numbers underflow in
     float16, so losses are multiplied by a scale before backward, and gradients divided by it after
-    the exchange.  The scale halves if a step overflows, and doubles after many that did not.
+    the exchange.  The scale halves if a step overflows, and doubles after many steps that did not.
 
     Attributes:
-        autocast: makes a context in which forward passes are in this precision.
-        scaler: Paddle's; it does nothing where losses are not scaled.
+        autocast: creates a context in which forward passes run in this precision.
+        scaler: Paddle's GradScaler; it does nothing where losses are not scaled.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Precision:
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
         scales: bool = False,
     ) -> None:
-        """Args: scales: losses are scaled, for float16."""
+        """Args: scales: whether losses are scaled, as float16 requires."""
         self.autocast = autocast
         self.scaler = paddle.amp.GradScaler(enable=scales, init_loss_scaling=_FIRST_SCALE)
 
@@ -39,7 +39,7 @@ class Precision:
 
     @property
     def loss_scale(self) -> float:
-        """Returns the loss scale of float16; 0: losses are not scaled."""
+        """Returns the loss scale of float16; 0 if losses are not scaled."""
         scaler = self.scaler
         return float(scaler.state_dict()["scale"][0]) if scaler.is_enable() else 0.0
 
@@ -47,9 +47,9 @@ class Precision:
         """Gives parameters of lower precision (AMP O2) float32 gradients.
 
         So unscaling, clipping and the update lose nothing.  `master_grad` of `paddle.amp.decorate`
-        does the same after every backward, and cannot be used: the gradient all-reduce expects
-        gradients in the precision of their parameters, and with several micro-batches would meet
-        float32 after the first.
+        does the same after every backward pass, but cannot be used: the gradient all-reduce expects
+        gradients in the precision of their parameters, and with several micro-batches it would
+        find float32 gradients after the first.
         """
         for parameter in parameters:
             gradient = parameter.grad
@@ -71,8 +71,8 @@ class Precision:
         """Undoes `unscale`, and halves the loss scale if `lowers_scale`.
 
         Without this the scaler's `update` would count the step as a good one: GradScaler detects an
-        overflow only in its own `step`, which would update the weights if nothing but the loss was
-        not finite, and whose message about an overflow raises from numpy 2.4 on.
+        overflow only in its own `step`, which would update the weights if only the loss was not
+        finite, and whose overflow message raises an exception with numpy 2.4 or later.
         """
         if not self.scaler.is_enable():
             return
@@ -85,7 +85,7 @@ class Precision:
         self.scaler.load_state_dict(state)
 
     def state(self) -> dict[str, object]:
-        """Returns the state of the loss scale as JSON; {}: losses are not scaled."""
+        """Returns the state of the loss scale as JSON; {} if losses are not scaled."""
         state = self.scaler.state_dict()
         return {key: x.tolist() if hasattr(x, "tolist") else x for key, x in state.items()}
 

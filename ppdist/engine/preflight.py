@@ -58,11 +58,11 @@ def preflight(
 
     Args:
         evaluate: True if `--eval` was given.
-        kernels: the kernels with which a CPU computes bfloat16.
+        kernels: the kernels that a CPU uses for bfloat16.
     Returns: warnings.
     Raises: UserError, on every rank: this card cannot compute as configured, the ranks differ, or
-        the all-reduce fails; early stopping without evaluations; published weights of another
-        detector, by their name.
+        the all-reduce fails; early stopping is configured without evaluations; the weights are,
+        judging by their name, the published weights of another detector.
     """
 
     def check_rank() -> None:
@@ -72,7 +72,8 @@ def preflight(
         if config.model.pretrained:
             require_fit(config.model, config.model.pretrained)
 
-    # One call for all checks: configurations are not compared yet, so ranks might make other calls.
+    # One call for all checks: configurations are not compared yet, so ranks might otherwise make
+    # different collective calls.
     comm.run_on_all_ranks(check_rank)
     if comm.world_size() > 1:
         options = {
@@ -103,8 +104,8 @@ def inputs_of(config: ExperimentConfig, *, evaluate: bool, anew: bool = False) -
     """Lists the files and folders that a run reads.
 
     Args:
-        evaluate: the validation set is read, too.
-        anew: there is no checkpoint, so pretrained weights are read.
+        evaluate: whether the validation set is read, too.
+        anew: whether the run starts without a checkpoint, so that pretrained weights are read.
     """
     splits = [config.data.train, config.data.val][: 1 + evaluate]
     paths = [
@@ -120,12 +121,12 @@ def inputs_of(config: ExperimentConfig, *, evaluate: bool, anew: bool = False) -
 
 
 def wait_for_inputs(config: ExperimentConfig, *, evaluate: bool, anew: bool) -> None:
-    """Waits for storage that an earlier attempt of the job read.  Collective.
+    """Waits for storage that an earlier attempt of the job has read from.  Collective.
 
     A host that took part in no earlier attempt does not wait: its storage may never appear.
 
     Args: see `inputs_of`.
-    Raises: StorageError, on every rank: it stays unavailable on some host.
+    Raises: StorageError, on every rank: the storage stays unavailable on some host.
     """
     paths = inputs_of(config, evaluate=evaluate, anew=anew)
     seconds = None if read_note(RUN_NOTE) else 0.0
@@ -133,7 +134,7 @@ def wait_for_inputs(config: ExperimentConfig, *, evaluate: bool, anew: bool) -> 
     def look() -> None:
         for path in paths:
             if addresses.is_remote(path):
-                with suppress(OSError):  # an answer suffices: not every store has folders
+                with suppress(OSError):  # any response will do: not every store has folders
                     stores.identity_of(path)
             elif not STORAGE.can_be_read(path):
                 message = "cannot be read, though an earlier attempt of this job has read it"
@@ -145,9 +146,9 @@ def wait_for_inputs(config: ExperimentConfig, *, evaluate: bool, anew: bool) -> 
 def check_precision(config: ExperimentConfig, kernels: Kernels = BFLOAT16) -> None:
     """Checks that this rank's device supports the configured precision.
 
-    The results of a CPU are checked later with the model (`build.check_low_precision`).
+    The results of a CPU are checked later, with the model (`build.check_low_precision`).
 
-    Args: kernels: the kernels with which a CPU computes bfloat16.
+    Args: kernels: the kernels that a CPU uses for bfloat16.
     Raises: ConfigError: this rank's device cannot compute in `train.amp`, or cannot sum in
         `distributed.gradient_dtype`.
     """
@@ -201,7 +202,7 @@ def check_precision(config: ExperimentConfig, kernels: Kernels = BFLOAT16) -> No
 def check_shares(ranks: DistributedConfig) -> None:
     """Checks that `distributed.shares` fits every number of ranks that the run may have.
 
-    Raises: ConfigError: it does not.
+    Raises: ConfigError: it does not fit some number of ranks.
     """
     ranks.speeds(comm.world_size())
     if MIN_HOSTS_VARIABLE in os.environ:
@@ -228,11 +229,11 @@ def versions() -> Facts:
 def fetch_on_all_ranks(weights: Path | str | None) -> None:
     """Downloads published weights on every host, and checks that they are equal.  Collective.
 
-    The first rank of each host downloads; the others wait for as long as bytes arrive.
+    The first rank of each host downloads; the other ranks wait as long as data keep arriving.
 
-    Args: weights: as a user gave them; None, or anything but a name, needs nothing.
+    Args: weights: as specified by the user; None, or anything but a name, needs no download.
     Raises: the errors of `local_weights`, with the same kind and code on every rank; WeightsError:
-        two hosts have files of different content.
+        two hosts have files with different content.
     """
     if weights is None or entry_of(weights) is None:
         return
@@ -257,14 +258,14 @@ def fetch_on_all_ranks(weights: Path | str | None) -> None:
 
 
 def digests_of_code() -> Facts:
-    """Returns a digest of each file of the package, of plugins and of the started script."""
+    """Returns a digest of each file of the package, of the plugins and of the script being run."""
     script = Path(sys.argv[0])
     started = {script.name: digest_of_file(script)} if script.is_file() else {}
     return digests_of_package() | _digest_plugins() | started
 
 
 def _digest_plugins() -> Facts:
-    """Returns digests of the files of packages and modules from which plugins are named."""
+    """Returns digests of the files of the packages and modules that plugins come from."""
     return {
         f"{name}/{path.relative_to(place).as_posix()}" if place != path else path.name: (
             digest_of_file(path)
@@ -276,7 +277,7 @@ def _digest_plugins() -> Facts:
 
 
 def _find_sources(name: str) -> list[Path]:
-    """Finds the folders of a package, or the file of a module, imported or not; []: not found."""
+    """Finds the folders of a package or the file of a module, imported or not; [] if not found."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     with suppress(ImportError, ValueError):
         spec = spec or importlib.util.find_spec(name)  # imports nothing
@@ -288,7 +289,7 @@ def _find_sources(name: str) -> list[Path]:
 
 
 def flat_config(config: ExperimentConfig) -> Facts:
-    """Returns the values that must match on all ranks, as JSON by key path."""
+    """Returns the values that must match on all ranks: key path -> JSON."""
     facts = {
         key: json.dumps(value)
         for key, value in flattened(config).items()
@@ -308,10 +309,10 @@ def _list_weights(config: ExperimentConfig) -> dict[str, Path]:
 
 
 def require_sum() -> None:
-    """Checks an all-reduce by a sum whose result is known in advance.  Collective.
+    """Checks the all-reduce with a sum whose result is known in advance.  Collective.
 
-    Raises: LaunchError: on every rank: the result is wrong; on ranks that reached it: others did
-        not.
+    Raises: LaunchError: on every rank, the result is wrong; on the ranks that reached the
+        all-reduce, other ranks did not.
     """
     world = comm.world_size()
     if world == 1:
@@ -350,11 +351,11 @@ def require_sum() -> None:
 def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Terminates this process with a message if the block takes too long.
 
-    No exception could end it: then Paddle, gloo or NCCL hangs in native code.
+    An exception could not end it, because Paddle, gloo or NCCL then hangs in native code.
 
     Args:
-        what: a noun for the message.
-        absent: names the ranks that have not reached the block.
+        what: what the block does, as a noun for the message.
+        absent: returns the names of the ranks that have not reached the block.
     """
 
     def end() -> None:
@@ -374,7 +375,7 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
-    # Foreign code may hold the interpreter's lock, and then the timer never fires.
+    # Native code may hold the interpreter lock (GIL), and then a timer thread never runs.
     faulthandler.dump_traceback_later(seconds + 5, exit=True, file=2)
     try:
         yield
@@ -384,7 +385,7 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
 
 
 def keep_sources(config: ExperimentConfig, output_dir: Path) -> None:
-    """Refuses a new run whose inputs would be moved aside with old checkpoints.
+    """Refuses to start a new run whose inputs would be moved aside with old checkpoints.
 
     Raises: ConfigError: `model.pretrained` or the teacher is among the checkpoints in output_dir.
     """

@@ -36,25 +36,28 @@ from ppdist.data.datasets.selection import find_classes, selected_names
 from ppdist.models.zoo import is_name, published, zoo
 
 FILE = "recipe.yml"  # in output_dir
-_FILE_OF_PLAN = "recipe-dry-run.yml"  # there, beside the one of a run
+_FILE_OF_PLAN = "recipe-dry-run.yml"  # in output_dir, beside the recipe of a run
 ASIDE = "old-*"  # in output_dir: earlier runs
 _COMMON = ("yolov5n", "yolov5s", "ppyoloe_plus_s", "dfine_s")  # recipes to name first
-# With fewer training images a recipe for COCO is changed: 5 % of COCO, half of VOC 2007 + 2012.
+# A recipe for COCO is changed if there are fewer training images than this: 5 % of COCO, or half
+# of VOC 2007 + 2012.
 _FEW_IMAGES = 8000
-# Training from scratch saw 12,000 (PP-YOLOE) to 31,000 images (YOLOv5) of the 205 of BCCD until it
-# was good: configs/examples/bccd_*.yml.  Where a set has more, an epoch has more as well.
+# Images that training from scratch on the 205 images of BCCD processed until the results were good:
+# 12,000 (PP-YOLOE) to 31,000 (YOLOv5), see configs/examples/bccd_*.yml.  In a larger set, an epoch
+# has more images as well.
 _IMAGES_SEEN = 30_000
 _IMAGES_SEEN_TUNING = 10_000  # docs/dev/recipes.md: weights of another task save two thirds
 _EPOCHS, _EPOCHS_TUNING, _MOST_EPOCHS = 100, 50, 300
 _WARMUP_SHARE = 0.1  # of all steps: the longest least warm-up
-# From weights layers near the image move less: docs/dev/few_images.md, "From weights".
+# When fine-tuning, layers near the image get a lower learning rate: docs/dev/few_images.md, "From
+# weights".
 _LAYER_DECAY_TUNING = 0.8
 _EVALUATIONS = 20
-_WARMUP_PHASE = 30  # on few images warm-up takes one in this many epochs of the run
+_WARMUP_PHASE = 30  # on few images, warm-up takes one of every 30 epochs of the run
 
 
 class Choice(NamedTuple):
-    """A key of the config, its value, and the reason, or "" if none is shown."""
+    """A key of the config, its value, and the reason for it ("" if no reason is shown)."""
 
     key: str
     value: Any
@@ -65,10 +68,10 @@ class Choice(NamedTuple):
 class Recipe:
     """A recipe fitted to data.
 
-    config: of the run.
+    config: the configuration of the run.
     text: the same configuration as YAML, for `load_config`.
     rows: (name, value, reason) for a table.
-    notes: choices about the data that may surprise their owner.
+    notes: choices about the data that may surprise the user.
     """
 
     config: ExperimentConfig
@@ -79,10 +82,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of a training beyond data or configuration; None: not given.
+    """Options of a training run besides its data or configuration; None if not specified.
 
     model: name of a shipped recipe, or a YAML file.  epochs: "+50" extends a run.
-    steps: length of the run in optimizer steps instead; "+500" as well.
+    steps: length of the run in optimizer steps instead; "+500" extends a run, too.
     batch: images per card.  image_size: (height, width) in pixels.
     classes, single_class, fraction: as in `data`.
     """
@@ -99,12 +102,12 @@ class TrainOptions:
     fraction: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks values given in Python as the command line checks its own.
+        """Applies to values passed from Python the same checks as to those of the command line.
 
         Raises: ConfigError: a value is invalid.
         """
         size, invalid_option = self.image_size, ""
-        # `type`, because True is an instance of int.
+        # `type` instead of `isinstance`, because True is an instance of int.
         if self.batch not in (None, "auto") and (type(self.batch) is not int or self.batch < 1):
             invalid_option, expected = (
                 "batch",
@@ -141,7 +144,7 @@ class TrainOptions:
             )
 
     def items(self, *names: str) -> list[str]:
-        """Returns the options of these names, or all, as -o items."""
+        """Returns the options with these names, or all options, as -o items."""
         values = {OPTION_KEYS[name]: getattr(self, name) for name in names or OPTION_KEYS}
         if self.classes is not None and "data.classes" in values:
             values["data.classes"] = list(self.classes)
@@ -166,13 +169,13 @@ def fit_recipe(
 ) -> Recipe:
     """Chooses a shipped recipe for this data.
 
-    The same data give the same recipe.
+    The same data always result in the same recipe.
 
     Args:
-        overrides: -o items; they win.
-        world: ranks.
-    Raises: ConfigError: no such recipe, or one for another task; an item is wrong.
-        DataError: the data have no such class.
+        overrides: -o items; they take precedence.
+        world: number of ranks.
+    Raises: ConfigError: there is no such recipe, or it is for another task; an item is invalid.
+        DataError: the data do not have a requested class.
     """
     assert options.model is not None
     name, short_name, file = _find_recipe(options.model)
@@ -195,7 +198,7 @@ def fit_recipe(
     # The choices override the shipped recipe, and -o items override both.
     tree = merge(tree_of(_nest_choices(choices), place), typed_tree)
     config = parse_tree(merge(base, tree), ExperimentConfig, reader.problems)
-    # Values as checked: `-o output_dir=2024` is text there, and image_size: 640 a square.
+    # Values as validated: `-o output_dir=2024` is text there, and image_size: 640 a square.
     chosen_values = _select_keys(tree, config.model_dump(mode="json"))
     typed_rows = [(item.partition("=")[0], item.partition("=")[2], "-o") for item in overrides]
     overridden = {key for key, _, _ in typed_rows}
@@ -210,7 +213,7 @@ def fit_recipe(
         *typed_rows,
         *((what, "", reason) for what, reason in layout.notes),
     ]
-    # Names come from files of strangers: a line break would end the comment that holds them.
+    # Names come from untrusted files: a line break would end the comment that contains them.
     printable_rows = [
         (_join_lines(what), _join_lines(value), _join_lines(reason)) for what, value, reason in rows
     ]
@@ -220,7 +223,7 @@ def fit_recipe(
 
 
 def _apply_typed(options: TrainOptions, typed_tree: Node) -> TrainOptions:
-    """Replaces options by -o values of the same settings, so that all choices suit these.
+    """Replaces options with -o values of the same settings, so that all choices fit these values.
 
     Args: typed: the merged -o items.
     """
@@ -248,8 +251,8 @@ def _apply_typed(options: TrainOptions, typed_tree: Node) -> TrainOptions:
 def _find_recipe(model: str) -> tuple[str, str, str]:
     """Finds a recipe by its name or file.
 
-    Returns: its name, as `_BASE_` takes it; a short name for folders; its file.
-    Raises: ConfigError: there is none.
+    Returns: its name, as `_BASE_` accepts it; a short name for folders; its file.
+    Raises: ConfigError: there is no such recipe.
     """
     file = find_config(model)
     shipped = {str(path): name for name, path in recipes().items()}
@@ -273,12 +276,12 @@ def _find_recipe(model: str) -> tuple[str, str, str]:
 
 
 def _require_matching_weights(name: str, weights: str) -> None:
-    """Checks that missing weights are not named like the published ones of another recipe.
+    """Checks that missing weights are not named like the published weights of another recipe.
 
-    Raises: WeightsError: they are.
+    Raises: WeightsError: they are named like those of another recipe.
     """
     entry, expected_name = published(weights), f"{name}_coco"
-    # A name of the zoo tells its model, and is checked with it.
+    # A name in the model zoo identifies its model, and is checked with that model.
     absent = not os.path.exists(weights) and not is_name(weights)
     if entry and absent and entry.name != expected_name and expected_name in zoo():
         raise WeightsError(
@@ -292,8 +295,8 @@ def _require_matching_weights(name: str, weights: str) -> None:
 def read_task(options: TrainOptions) -> Task:
     """Returns the task of a recipe, before data are read.
 
-    Raises: ConfigError: no such recipe, or one without a model; WeightsError: missing weights that
-        are named like those of another recipe.
+    Raises: ConfigError: there is no such recipe, or it has no model; WeightsError: the weights are
+        missing, and named like those of another recipe.
     """
     assert options.model is not None
     _, short_name, file = _find_recipe(options.model)
@@ -322,9 +325,9 @@ def _read_model_section(options: TrainOptions, base: Node) -> Any:
 
 
 def _require_same_task(section: Any, layout: Layout, options: TrainOptions) -> None:
-    """Checks that a recipe is for data like these.
+    """Checks that a recipe is for the same task as the data.
 
-    Raises: ConfigError: it is for classes of whole images, and the data have boxes, or vice versa.
+    Raises: ConfigError: it classifies whole images, and the data have boxes, or vice versa.
     """
     if (section.task == "classify") == (layout.format == "folder"):
         return
@@ -342,9 +345,9 @@ def _require_same_task(section: Any, layout: Layout, options: TrainOptions) -> N
 def _choose_data(
     layout: Layout, held_images: int, options: TrainOptions, base: Node
 ) -> list[Choice]:
-    """Chooses the keys of the data, and those of the model that follow from data and options.
+    """Chooses the keys of `data`, and the keys of `model` that follow from the data and options.
 
-    Args: held_images: size of the validation split that is taken from a set without one.
+    Args: held_images: number of images split off for validation if the set has no such split.
     """
     reason = (
         f"no validation split: {held_images} images validate, by their file names; the others train"
@@ -394,9 +397,9 @@ def _choose_run(
     """Chooses epochs, batch size, warm-up, optimizer and intervals for the number of images.
 
     Args:
-        images: of the training split.
+        images: number of images in the training split.
         base: the shipped recipe.
-        section: class of the recipe's `model`: its task, and its settings for few images.
+        section: class of the recipe's `model`, which has its task and its settings for few images.
     """
     on_few: Mapping[str, Any] = section.few_images
     recipe_epochs = _read_value(base, "train.epochs")
@@ -411,7 +414,7 @@ def _choose_run(
     batch, batch_reason = _choose_batch(
         images, options, _read_value(base, "train.batch_size_per_card") or 8, world
     )
-    # `auto` is resolved when the run starts; about 8 images are usual.
+    # `auto` is resolved when the run starts, usually to about 8 images.
     on_all = world * (batch if isinstance(batch, int) else 8)
     steps_per_epoch = math.ceil(images / on_all)
     if isinstance(options.steps, int):
@@ -454,7 +457,7 @@ def _choose_run(
 def _choose_epochs(
     images: int, options: TrainOptions, recipe_epochs: float, tuning: bool, task: Task
 ) -> tuple[float, str]:
-    """Chooses the epochs, and gives the reason."""
+    """Chooses the number of epochs; also returns the reason."""
     if options.epochs is not None:
         return float(options.epochs), "--epochs"
     if images >= _FEW_IMAGES or task == "classify":
@@ -470,7 +473,7 @@ def _choose_epochs(
 def _choose_batch(
     images: int, options: TrainOptions, recipe_batch: int | Literal["auto"], world: int
 ) -> tuple[int | Literal["auto"], str]:
-    """Chooses the images per card, and gives the reason."""
+    """Chooses the number of images per card; also returns the reason."""
     batch, reason = (
         (recipe_batch, "as in the recipe") if options.batch is None else (options.batch, "--batch")
     )
@@ -507,13 +510,13 @@ def with_data(
 ) -> ExperimentConfig:
     """Returns the configuration with other data and their number of classes.
 
-    How images are read and augmented stays, unless `data` sets it; `resize` always stays, because
-    the model was trained with it.
+    The settings for reading and augmenting images are kept, unless `data` sets them; `resize` is
+    always kept, because the model was trained with it.
 
     Args:
         data: a data.yaml or a folder, a configuration or its name, or a `data` section.
-        same_classes: data.classes and data.single_class stay, too, as for an evaluation.
-    Raises: ConfigError: no `data` section; DataError: the training split cannot be read.
+        same_classes: whether to keep data.classes and data.single_class, too, as an evaluation does.
+    Raises: ConfigError: there is no `data` section; DataError: the training split cannot be read.
     """
     tree = config.model_dump(mode="json")
     of_a_set = _OF_A_SET - (_CLASSES_OF_A_SET if same_classes else set())
@@ -523,7 +526,8 @@ def with_data(
         **_read_data_section(data, config.model.task),
         "resize": config.data.resize,
     }
-    # Any number, for the first of two passes: the classes are counted in the data it describes.
+    # Any number will do in the first of two passes: the classes are then counted in the data that
+    # the resulting config describes.
     tree["model"]["num_classes"] = 1
     section = parse_plain(tree, "data", (), ExperimentConfig).data
     names = selected_names(section) or read_split(section, "train").class_names
@@ -545,10 +549,10 @@ def _read_data_section(
 
 
 def load_config_with_data(path: str | Path, overrides: Sequence[str]) -> ExperimentConfig:
-    """Loads a configuration, with the layout of another `data.root` if it has not its files.
+    """Loads a configuration; adapts its `data` to the layout of `data.root` if its files are absent.
 
-    So `-c RECIPE -o data.root=SET` reads what `SET --model RECIPE` would.  Where the layout cannot
-    be told, the configuration stays, and reading it says what is missing.
+    So `-c RECIPE -o data.root=SET` reads what `SET --model RECIPE` would.  If the layout cannot be
+    determined, the configuration is left as it is, and reading its data reports what is missing.
 
     Args: path, overrides: as for `load_config`.
     """
@@ -595,12 +599,12 @@ def write_recipe(
 ) -> str:
     """Writes the configuration beside its run; returns the training command.
 
-    An earlier recipe moves with its run if that was moved aside; otherwise an edited one is renamed
-    here.
+    If an earlier run was moved aside, its recipe moves with it; otherwise an edited recipe is
+    renamed here.
 
     Args:
-        earlier_runs: their folders in output_dir when this run started.
-        name: of the file.
+        earlier_runs: the folders of earlier runs in output_dir when this run started.
+        name: name of the file.
     """
     file = output_dir / name
     content = recipe.text.encode()
@@ -625,7 +629,7 @@ def _find_unused_name(file: Path) -> Path:
 
 
 def _read_value(tree: Node, key: str) -> Any:
-    """Returns the value of a dotted key; None: absent."""
+    """Returns the value of a dotted key; None if it is absent."""
     node: Node | None = tree
     for part in key.split("."):
         node = node.child(part) if node is not None else None
@@ -645,7 +649,7 @@ def _nest_choices(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def _select_keys(tree: Node, values: Any) -> Any:
-    """Selects from the checked values those whose keys a tree has."""
+    """Selects from the validated values those whose keys occur in a tree."""
     if isinstance(tree.value, dict) and isinstance(values, dict):
         return {key: _select_keys(child, values[key]) for key, child in tree.value.items()}
     return values

@@ -19,16 +19,16 @@ from ppdist.engine.step_policy import Verdict
 from ppdist.optim.lr_scheduler import LearningRates
 
 _MOST_STEPS, _LEAST_STEPS = 10, 2  # the ETA leaves out the first, which allocates and compiles
-_SECONDS = 10.0  # after which no further step is made: a preview should not take minutes
+_SECONDS = 10.0  # after this no further step starts: a preview should not take minutes
 
 
 def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
-    """Estimates the duration of a run from some steps at a learning rate of 0.  Collective.
+    """Estimates the duration of a run from a few steps at a learning rate of 0.  Collective.
 
-    The model's running statistics change nevertheless: train with another model.
+    The model's running statistics change nevertheless, so train with a different model.
 
     Returns: a line for the user: the duration, or the reason why it is unknown.
-    Raises: UserError: the run would refuse its teacher.
+    Raises: UserError: the run would reject its teacher.
     """
     config, schedule = decisions.config, decisions.schedule
     speed_up_cpu(config, [decisions.model])
@@ -42,7 +42,7 @@ def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
     images = 0 if val_set is None else len(val_set.records)
     evaluate_every = schedule.interval(config.evaluate.every_epochs) if images else 0
     eta.expect(evaluate_every, 0, images, schedule.total_batch)
-    resumed_steps = decisions.start.step or 0  # steps that the run to resume has made
+    resumed_steps = decisions.start.step or 0  # steps done so far by the run to resume
     done_steps = 0
     for number, batches in enumerate(islice(source.steps(0, None), _MOST_STEPS)):
         try:
@@ -54,7 +54,7 @@ def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
         clock.lap("steps")
         done_steps = number + 1
         eta.record_step(done_steps, 0.0)
-        # Rank 0 decides for all, because the clocks of ranks differ.
+        # Rank 0 decides for all ranks, because their clocks differ.
         enough = done_steps > _LEAST_STEPS
         if enough and comm.run_on_main(lambda: clock.seconds["steps"] > _SECONDS):
             break
