@@ -50,7 +50,7 @@ def parse_nvidia_smi(listing: str) -> list[Card]:
 
 
 def _query_driver() -> list[Card]:
-    """Asks the driver, or else counts the device files: containers may lack nvidia-smi."""
+    """Asks the driver, or counts the device files: some containers lack nvidia-smi."""
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
         return []
     device_files = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
@@ -59,7 +59,8 @@ def _query_driver() -> list[Card]:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return [Card(index) for index in range(len(device_files))]
-    # The driver counts visible cards only: with CUDA_VISIBLE_DEVICES set the files may say more.
+    # The driver counts visible cards only: with CUDA_VISIBLE_DEVICES set, there may be more device
+    # files.
     if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
         return [Card(index) for index in range(max(count.value, len(device_files)))]
     return []
@@ -80,7 +81,7 @@ def visible_labels(cards: Sequence[Card], variable: str | None) -> list[str]:
     labels = []
     for label in (entry.strip() for entry in variable.split(",")):
         if label in ("", "-1", "NoDevFiles"):
-            # CUDA reads the list up to the first entry that names nothing.
+            # CUDA reads the list up to the first entry that names no card.
             break
         if label.isdigit() and int(label) not in [card.index for card in cards]:
             raise LaunchError(
@@ -142,7 +143,8 @@ def _require_once(cards: Sequence[str], text: str, description: str) -> None:
 def split_cards(text: str) -> list[list[str]]:
     """Splits the cards among concurrent runs: `0,1|2-3` -> 0 1 and 2 3.
 
-    Raises: LaunchError: as `expand_ids`; the runs have unlike numbers of cards, or share one.
+    Raises: LaunchError: as in `expand_ids`; the runs have different numbers of cards, or share a
+        card.
     """
     runs_RC = [expand_ids(part) for part in text.strip(" '\"").split("|")]
     if len({len(cards) for cards in runs_RC}) > 1:
@@ -156,9 +158,9 @@ def split_cards(text: str) -> list[list[str]]:
 
 
 def deal_out(visible: Sequence[str], runs: int, cards_per_run: int) -> list[list[str]]:
-    """Deals the visible cards out to concurrent runs, in order.
+    """Distributes the visible cards among concurrent runs, in order.
 
-    Raises: LaunchError: there are not enough.
+    Raises: LaunchError: there are not enough cards.
     """
     if runs * cards_per_run > len(visible):
         raise LaunchError(

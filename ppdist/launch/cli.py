@@ -59,7 +59,7 @@ def main() -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         print(options.help_text())
         return 0
-    # fleetrun reads no configuration; its ranks inherit this.
+    # fleetrun reads no configuration; its ranks inherit this setting.
     if "log.format=json" in arguments:
         os.environ[json_lines.FORMAT_VARIABLE] = "json"
     with collect_signals() as received:
@@ -75,23 +75,23 @@ def main() -> int:
 
 
 def _open_streams() -> None:
-    """Opens closed standard streams, so that no other file gets their numbers."""
+    """Opens standard streams that are closed, so that no other file gets their descriptors."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            # It takes the lowest number that is free, which is this one.
+            # os.open takes the lowest free descriptor, which is this one.
             os.open(os.devnull, os.O_RDWR)
 
 
 def warn_of_stock_launcher(environment: Mapping[str, str] | None = None) -> str | None:
-    """Writes the warning for a rank that Paddle's own launcher started; None for other ranks.
+    """Returns a warning if Paddle's own launcher started this rank; None otherwise.
 
     Args:
-        environment: of the rank; None for this process's own.
+        environment: environment of the rank; None: that of this process.
     """
     variables = os.environ if environment is None else environment
-    # Both are set by every launcher of Paddle; ranks started by hand set the first alone.
+    # Every launcher of Paddle sets both; for ranks started by hand only the first is set.
     if not {"PADDLE_TRAINERS_NUM", "PADDLE_RANK_IN_NODE"} <= variables.keys():
         return None
     from ppdist.launch.topology import LAUNCHER_VARIABLE
@@ -116,7 +116,7 @@ def warn_of_stock_launcher(environment: Mapping[str, str] | None = None) -> str 
 def find_fleetrun(search_path: str | None = None) -> "tuple[str, Path | None]":
     """Finds `fleetrun` on PATH; returns its owner and path.
 
-    Returns: the owner is `ppdist`, `paddle`, `unknown`, or `none` where there is no such command.
+    Returns: the owner is `ppdist`, `paddle`, `unknown`, or `none` if there is no such command.
     """
     import shutil
     from pathlib import Path

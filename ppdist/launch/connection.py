@@ -32,7 +32,7 @@ from typing import Any
 from ppdist.launch.options import TOKEN_VARIABLE
 
 _LINE_BYTES = 1024 * 1024  # longer than any handshake or report that this side makes
-_GREETING_BYTES = 256  # of a line before the token is proven
+_GREETING_BYTES = 256  # longest line before the token is proven
 _RECEIVE_BYTES = 64 * 1024
 _MOST_PIECES = 2 * _LINE_BYTES // _RECEIVE_BYTES
 _CONNECT_SECONDS = 5.0
@@ -64,7 +64,7 @@ class Connection:
         calls: True if this end opened the connection.
         closed: reason why it is closed, as text for a message; None while it is open.
         peer: address of the other end, if that end opened the connection.
-        heard: time.monotonic() of the last data (or of the opening).
+        heard: time.monotonic() when data last arrived (at first, when the connection was opened).
         connecting: True while the connection is being opened.
     """
 
@@ -77,8 +77,8 @@ class Connection:
         self._waiting: list[Message] = []  # sent once the other end is authenticated
         self._token, self._nonce = os.fsencode(token), secrets.token_hex(16).encode()
         self._nonces: tuple[bytes, bytes] | None = None  # of caller and called
-        self._key = b""  # of the MACs, once both have proven the token
-        self._sent = self._received = 0  # lines
+        self._key = b""  # key of the MACs, once both ends have proven the token
+        self._sent = self._received = 0  # number of lines
         self.closed: str | None = None
         try:
             self.peer = str(sock.getpeername()[0])
@@ -109,7 +109,7 @@ class Connection:
 
     @property
     def silence(self) -> str:
-        """Explains why nothing more comes from the other end, as text for a message."""
+        """Explains why nothing more arrives from the other end, as text for a message."""
         return SILENT if self._nonces is None else CUT_OFF
 
     def fileno(self) -> int:
@@ -145,8 +145,8 @@ class Connection:
             self.heard = time.monotonic()
             self._incoming += piece
             if len(self._incoming) > (_LINE_BYTES if self._key else _GREETING_BYTES):
-                # An endless stream must not keep this loop busy: complete lines are read below, the
-                # rest at the next call.
+                # An endless stream must not keep this loop busy: complete lines are parsed below,
+                # the rest at the next call.
                 break
         self._flush()
         return self._parse_lines()
@@ -154,14 +154,14 @@ class Connection:
     def close(self, reason: str = "") -> None:
         """Closes the connection; data sent before still arrives.
 
-        Args: reason: the reason to report, more precise than that the other end closed it, too.
+        Args: reason: reason to report instead of a less precise one ("the other end closed it").
         """
         if self.closed is None:
             self._flush()
             # If unread bytes are left at closing, the system also drops what was sent.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
-                # The peer may never stop sending.
+                # The number of reads is limited, because the peer may never stop sending.
                 for _ in range(_MOST_PIECES):
                     if not self._socket.recv(_RECEIVE_BYTES):
                         break
@@ -211,7 +211,7 @@ class Connection:
             if problem:
                 self._incoming.clear()
                 self._end(problem)
-                self.closed = problem  # more precise than that the other end closed it, too
+                self.closed = problem  # more precise than "the other end closed it"
                 return []
         if len(rest) > (_LINE_BYTES if self._key else _GREETING_BYTES):
             self._end(OTHER_PROGRAM)
@@ -288,7 +288,7 @@ def wait_for_any(
     seconds: float,
     calling: Iterable[Connection] = (),
 ) -> bool:
-    """Waits up to `seconds`; returns True once data or an answered call is there."""
+    """Waits up to `seconds`; returns True once data has arrived or a call was answered."""
     poll = select.poll()
     for source in reading:
         poll.register(source, select.POLLIN)

@@ -16,7 +16,7 @@ from ppdist.runtime.writer_thread import TERMINAL, Screen
 def say(text: str, name: str = "fleetrun", fails: bool = False) -> None:
     """Prints one line on stderr, as JSON where the ranks print JSON; never blocks.
 
-    Args: fails: True: it says why the job failed.
+    Args: fails: True if the line says why the job failed.
     """
     line = f"{name}: {text}"
     if json_lines.is_json():
@@ -27,12 +27,12 @@ def say(text: str, name: str = "fleetrun", fails: bool = False) -> None:
 
 
 def say_end(outcome: Outcome) -> None:
-    """Prints the message of an outcome, if it has one."""
+    """Prints an outcome's message, if it has one."""
     if outcome.message:
         name = "ppdist" if outcome.code == USER_ERROR else "fleetrun"
         say(outcome.message, name, fails=outcome.code not in (0, STOPPED))
 
 
 def finish() -> None:
-    """Waits briefly for unwritten lines, at the end of the process."""
+    """Waits briefly, at the end of the process, until all lines are written."""
     TERMINAL.flush()

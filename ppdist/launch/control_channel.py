@@ -1,8 +1,8 @@
 """Control channel between the hosts of a run.
 
 Each host has one connection to the first, the hub.  Over it, every host reports that it is alive,
-when it is stopped and how its ranks ended.  If ranks fail on one host, the others stop theirs at
-once; in the end all exit with one code and name one culprit.
+when it is stopped and how its ranks ended.  If ranks fail on one host, the other hosts stop their
+ranks at once; in the end all exit with the same code and name the same culprit.
 """
 
 import signal
@@ -40,18 +40,18 @@ _MESSAGE_LIMIT = 12_000  # characters sent to other hosts
 
 @dataclass(frozen=True)
 class HostEnd:
-    """The end of one host's ranks, as the hosts report it to one another."""
+    """A report of how one host's ranks ended, exchanged between hosts."""
 
     host: str
     code: int
     message: str  # as the other hosts read it
-    is_consequence: bool  # of what happened on another host
-    time: float  # of the failure, by time.monotonic() of the first host
-    step: int | None = None  # that failed, from 1
+    is_consequence: bool  # the failure is a consequence of one on another host
+    time: float  # when it failed, according to time.monotonic() on the first host
+    step: int | None = None  # the step that failed, from 1
     stopped: bool = False  # a signal asked the run to stop
-    is_guess: bool = False  # a probable cause: a host that knows one decides
-    leaves: bool = False  # it alone shall stop; of a verdict: whom it reaches
-    goes_on: bool = False  # of a verdict: other hosts make the next world
+    is_guess: bool = False  # only a probable cause; a host that knows the cause takes precedence
+    leaves: bool = False  # this host alone stops; in a verdict: the host that receives it does
+    goes_on: bool = False  # in a verdict: other hosts form the next world
     made_step: bool = True
 
     @classmethod
@@ -76,7 +76,7 @@ class HostEnd:
     def as_message(self, kind: str, age: float = 0.0) -> Message:
         """Builds the message to send.
 
-        Args: age: of the end, s, because clocks differ.
+        Args: age: seconds since the ranks ended; sent instead of a time because clocks differ.
         """
         return {
             "type": kind,
@@ -103,7 +103,7 @@ class HostEnd:
 
 
 def verdict(reports: Sequence[HostEnd]) -> HostEnd:
-    """Chooses the report that decides for all hosts: that of the root cause.
+    """Chooses the report of the root cause, which decides the outcome on all hosts.
 
     A second Ctrl-C takes precedence, then wrong input, as among the ranks of one host
     (watchdog.py).
@@ -123,13 +123,13 @@ def verdict(reports: Sequence[HostEnd]) -> HostEnd:
         )
     else:
         decisive = max(reports, key=lambda report: report.code == STOPPED)
-    # Every host must know, or some would restart a run that others have left.
+    # Every host must learn of the stop, or some would restart a run that others have left.
     stopped = any(report.stopped for report in reports)
     return replace(decisive, stopped=stopped, leaves=False)
 
 
 class Hub(Protocol):
-    """The hub as a control channel uses it: hosts wait there to be taken in (rendezvous.py)."""
+    """The interface of the hub to a control channel: hosts wait there to join (rendezvous.py)."""
 
     def watch(self) -> None: ...
     def waiting(self) -> list[str]: ...
@@ -140,12 +140,12 @@ class Hub(Protocol):
 
 
 class ControlChannel:
-    """The connections of a world: of the first host to all others, of each other host to it.
+    """A world's connections: from the first host to all others, from each other host to the first.
 
     Attributes:
-        hosts: addresses of all hosts, each as the host itself gives it.
+        hosts: addresses of all hosts, each as the host itself reports it.
         stopped_by: SIGTERM if another host was stopped by a signal, else None.
-        hosts_change: True if it stops because a host leaves or is taken in; the job goes on.
+        hosts_change: True if the world ends because a host leaves or joins; the job goes on.
         cause_known: True if a host reported why its ranks failed, not only that they lost others.
     """
 
@@ -170,17 +170,17 @@ class ControlChannel:
             local_host: address of this host, one of `hosts`.
             peers: connections by address.
             silence: seconds after which a silent host counts as lost.
-            attempt, changes, skip: number of worlds before, how many ended because hosts went or
-                came, and the skipped steps, as agreed in the handshake.
-            nonce: random text from the first host, for the name of the job.
+            attempt, changes, skip: number of previous worlds, how many of them ended because hosts
+                left or joined, and the skipped steps, as agreed in the handshake.
+            nonce: random text from the first host, used in the name of the job.
             is_elastic: the run goes on without hosts that are lost.
-            hub: that of the job, on the first host.
+            hub: hub of the job, on the first host.
         """
         self.attempt, self.changes, self.skip, self.nonce = attempt, changes, skip, nonce
         self._is_elastic, self._hub = is_elastic, hub
-        self._left: list[str] = []  # hosts that reported to leave for good
-        self._turned_away: list[str] = []  # hosts that came last, and no step was made with them
-        self._saved: int | None = None  # the step that was saved when a host first asked
+        self._left: list[str] = []  # hosts that reported that they leave for good
+        self._turned_away: list[str] = []  # hosts that joined last, with no step completed since
+        self._saved: int | None = None  # the last saved step when a host first asked to join
         self._makes_room = False  # the world ends so that other hosts can join
         self._lost: set[str] = set()
         self._local_host, self.hosts, self._peers = local_host, tuple(hosts), dict(peers)
@@ -189,7 +189,7 @@ class ControlChannel:
         self.stopped_by: int | None = None
         self.cause_known = self.hosts_change = False
         self._stopping = self._must_stop = self._signal_sent = False
-        self._reports: dict[str, HostEnd] = {}  # on the first host: of all that have ended
+        self._reports: dict[str, HostEnd] = {}  # on the first host: reports of all hosts that ended
         self._verdict: HostEnd | None = None
         self._beat = 0.0
         for peer in self._peers.values():
@@ -261,7 +261,7 @@ class ControlChannel:
                 self._tell(stop)
 
     def finish(self, outcome: Outcome, received: Sequence[int]) -> Outcome:
-        """Reports how this host ended, waits for all hosts, returns the common outcome.
+        """Reports how this host ended, waits for all hosts, and returns the common outcome.
 
         Args:
             received: the signals that stopped this fleetrun; a new one stops the other hosts, a
@@ -272,13 +272,13 @@ class ControlChannel:
         while self._verdict is None:
             self.watch(received)
             if must_kill(received):
-                # Nobody else would tell the other hosts.
+                # No other host would report this to the others.
                 if self._is_first:
                     local_report = replace(self._reports[self._local_host], stopped=True)
                     self._tell(local_report.as_message("verdict"))
                 self.close()
                 return outcome
-            # Lost hosts have a report as well, see `_mark_lost`.
+            # Lost hosts have reports as well, see `_mark_lost`.
             if self._is_first and len(self._reports) == len(self.hosts):
                 self._verdict = self._decide()
                 break
@@ -333,10 +333,10 @@ class ControlChannel:
                 peer.send(self._verdict_for(host, decisive).as_message("verdict"))
 
     def _verdict_for(self, host: str, decisive: HostEnd) -> HostEnd:
-        """Adapts the verdict to a host: one that is turned away leaves, the others go on."""
+        """Adapts the verdict to a host: a host that is turned away leaves, and the others go on."""
         if host in self._turned_away:
             return replace(decisive, goes_on=False, leaves=True)
-        # A host that goes on and finds no hub did nothing wrong.
+        # The code is 1, because a host that goes on and finds no hub has no error of its own.
         return replace(decisive, code=1) if self._turned_away else decisive
 
     def _report(self, outcome: Outcome, received: Sequence[int]) -> None:
@@ -365,7 +365,7 @@ class ControlChannel:
             self._tell(report.as_message("ended", age))
 
     def _is_leaving(self, received: Sequence[int]) -> bool:
-        """Returns True if this host alone shall stop."""
+        """Returns True if only this host stops."""
         return self._is_elastic and not self._is_first and is_notice(received)
 
     def _handle_message(self, host: str, message: Message) -> None:
@@ -395,9 +395,9 @@ class ControlChannel:
             )
 
     def _mark_lost(self, host: str, reason: str) -> None:
-        """Takes a host for lost: on the first host that is its end, elsewhere the verdict."""
+        """Marks a host as lost: the first host records that as its end, others as the verdict."""
         if host in self._reports or self._verdict is not None:
-            return  # it has reported its end
+            return  # the host has reported its end
         lost_end = HostEnd(
             host, 1, reason, False, self._peers[host].heard, goes_on=self._is_elastic
         )
@@ -410,7 +410,7 @@ class ControlChannel:
         self._stop_ranks(_make_stop_message(host, reason, cause_known=True), host)
 
     def _stop_ranks(self, stop: Message, sender: str) -> None:
-        """Stops the ranks of all hosts, once; the first host forwards it."""
+        """Stops the ranks of all hosts, once; the first host forwards the request."""
         if self._stopping:
             return
         is_remote = stop["host"] != self._local_host
@@ -434,7 +434,7 @@ class ControlChannel:
                 peer.send(message)
 
     def close(self) -> None:
-        """Closes all connections, on the first host last, so that its messages arrive."""
+        """Closes all connections; the first host does so last, so that its messages arrive."""
         deadline = time.monotonic() + _CLOSE_SECONDS
         while self._is_first and time.monotonic() < deadline:
             for peer in self._peers.values():
@@ -449,7 +449,7 @@ class ControlChannel:
 
 
 def _hosts_to_blame(decisive: HostEnd, newcomers: Sequence[str]) -> list[str]:
-    """Lists the hosts that came last and with which no step was made.
+    """Lists the hosts that joined last and with which no step was completed.
 
     The others have trained without them, so they go on without them again.
 
@@ -459,7 +459,7 @@ def _hosts_to_blame(decisive: HostEnd, newcomers: Sequence[str]) -> list[str]:
     """
     if decisive.made_step or decisive.code in (0, STOPPED):
         return []
-    # If data differ, for example, any of the hosts may be the first to report it.
+    # If the data differ, for example, any of the hosts may be the first to report this.
     if decisive.code == USER_ERROR:
         return list(newcomers)
     return [host for host in newcomers if host == decisive.host and decisive.knows_cause]
@@ -490,7 +490,7 @@ def _make_stop_message(
 
     Args:
         cause_known: whether `reason` is the cause, not its consequence on another host.
-        leaves: the host alone goes, and the others go on.
+        leaves: only this host leaves, and the others go on.
     """
     flags = {"signal": int(by_signal), "known": int(cause_known), "leaves": int(leaves)}
     return {"type": "stop", "host": origin, "why": reason, **flags}

@@ -1,4 +1,4 @@
-"""Preflight of one host: what would stop a run, and the remedy.
+"""Preflight check of one host: problems that would stop a run, and their remedies.
 
 Driver and network are read from /proc and /sys, so it needs neither Paddle nor root.  What was
 measured between ranks comes from ppdist/lab/verify/cluster.py; a slow rank is named in training.
@@ -36,7 +36,7 @@ _OPENCV = (
 
 _ROOT = Path("/")
 
-# What hosts are compared by (see `collect_facts`), and what helps where they differ.
+# Facts that hosts are compared by (see `collect_facts`), and the remedy where they differ.
 _REMEDIES = {
     "cards": "every step waits for the slowest card, and the smallest memory sets the batch",
     "driver": "install the same on every host",
@@ -46,7 +46,7 @@ _REMEDIES = {
     "speed": "every step waits for the slowest link",
 }
 
-Measured = Mapping[str, Any]  # of lab/verify/cluster.py: what was measured between ranks
+Measured = Mapping[str, Any]  # measurements between ranks, from lab/verify/cluster.py
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Finding:
 
     @classmethod
     def warning_if(cls, remedy: str, subject: str, observation: str) -> "Finding":
-        """Makes a WARN if there is something to be done, else an OK."""
+        """Creates a WARN finding if there is a remedy, else an OK finding."""
         return cls(WARN if remedy else OK, subject, observation, remedy)
 
     def as_json(self) -> dict[str, str]:
@@ -78,7 +78,7 @@ class Finding:
 
 
 def attempt(subject: str, check: Callable[[], str]) -> Finding:
-    """Runs a check; a user's or storage's error becomes a FAIL."""
+    """Runs a check; turns a user error or storage error into a FAIL finding."""
     try:
         return Finding(OK, subject, check())
     except (UserError, StorageError) as error:
@@ -90,7 +90,7 @@ def check_host(
 ) -> Iterator[Finding]:
     """Checks this host; starts and changes nothing.
 
-    Args: plan: that of the run; None where fleetrun would refuse it.
+    Args: plan: plan of the run; None if fleetrun would reject the command.
     """
     yield from check_software(machine.build, plan.gpus if plan else ())
     names = [card.name for card in machine.cards]
@@ -136,7 +136,7 @@ def check_plan(plan: LaunchPlan) -> Iterator[Finding]:
 
 
 def check_software(build: str, cards: Sequence[str] = ()) -> list[Finding]:
-    """Checks Python, Paddle (imported in a process of its own) and the packages beside it."""
+    """Checks Python, Paddle (imported in a separate process) and the other packages."""
     findings = [Finding(OK, "python", f"{platform.python_version()} ({sys.executable})")]
     if build == "none":
         findings.append(Finding(FAIL, "paddle", "not installed", PADDLE_REMEDY))
@@ -165,7 +165,8 @@ def check_software(build: str, cards: Sequence[str] = ()) -> list[Finding]:
 
 
 def _check_paddle(cards: Sequence[str]) -> Finding:
-    # Each card computes: that finds a driver in trouble, and a card the build has no code for.
+    # Each card computes something: this finds a broken driver, or a card that the build has no code
+    # for.
     code = (
         "import paddle; cuda = paddle.is_compiled_with_cuda()\n"
         "count = paddle.device.cuda.device_count() if cuda else 0\n"
@@ -195,7 +196,7 @@ def _check_paddle(cards: Sequence[str]) -> Finding:
 
 
 def judge_paddle(version: str, description: str, protobuf: str) -> Finding:
-    """Checks that ppdist supports this Paddle, and that Paddle the installed protobuf."""
+    """Checks that ppdist supports this Paddle, and that Paddle supports the installed protobuf."""
     unknown, major = unknown_paddle(version), protobuf.split(".")[0]
     is_old = not unknown and paddle_numbers(version) < _PROTOBUF_7_FROM
     if is_old and major.isdigit() and int(major) >= 7:
@@ -205,7 +206,7 @@ def judge_paddle(version: str, description: str, protobuf: str) -> Finding:
 
 
 def check_resources(cores: int, cards: int) -> list[Finding]:
-    """Checks the cores, the memory, with several cards the shared memory, and the disk."""
+    """Checks the cores, the memory, the disk and, with several cards, the shared memory."""
     findings = [Finding(OK, "cores", f"{cores} usable of {os.cpu_count()}")]
 
     def check_room(subject: str, free: int, where: str, least_gib: int, remedy: str) -> None:
@@ -215,7 +216,7 @@ def check_resources(cores: int, cards: int) -> list[Finding]:
     check_room(
         "memory", available_memory(), "available", 2, "close other programs; use fewer processes"
     )
-    # NCCL uses /dev/shm; ppdist's own workers and sums do not.
+    # NCCL uses /dev/shm; ppdist's own workers and all-reduce do not.
     if cards > 1:
         shared = Path("/dev/shm")
         free = free_disk(shared) if shared.is_dir() else 0
@@ -228,7 +229,7 @@ def check_resources(cores: int, cards: int) -> list[Finding]:
 def check_writable(folder: Path) -> str:
     """Checks that output_dir can be written; returns its file system and free space as text.
 
-    Raises: LaunchError: it cannot.
+    Raises: LaunchError: output_dir cannot be written.
     """
     existing = existing_folder(folder)
     try:
@@ -258,7 +259,7 @@ def file_system_of(place: Path, mounts: Path = Path("/proc/self/mounts")) -> str
 
 
 def check_fleetrun(search_path: str | None = None) -> Finding:
-    """Checks that typing `fleetrun` starts ppdist's, from this Python."""
+    """Checks that the command `fleetrun` starts ppdist's fleetrun, from this Python."""
     owner, path = find_fleetrun(search_path)
     alternative = "type `ppdist launch` in its place (in a clone: python tools/launch.py)"
     reinstall = "pip install --force-reinstall --no-deps"
@@ -287,9 +288,9 @@ def check_fleetrun(search_path: str | None = None) -> Finding:
 def collect_facts(
     machine: Machine, environment: Mapping[str, str], root: Path = _ROOT
 ) -> dict[str, str]:
-    """Collects what the hosts of a run are compared by, as far as it can be read.
+    """Collects the facts by which the hosts of a run are compared, as far as they can be read.
 
-    Args: environment: that of a rank, in which fleetrun has set the interface.
+    Args: environment: environment of a rank, in which fleetrun has set the interface.
     """
     models = sorted(card.name for card in machine.cards)
     values = {
@@ -321,7 +322,7 @@ def cuda_of_paddle() -> str:
 
 
 def link_facts(interface: str, root: Path = _ROOT) -> dict[str, str]:
-    """Reads the MTU and the speed of an interface, as far as the kernel says."""
+    """Reads the MTU and the speed of an interface, as far as the kernel reports them."""
     if not interface or "/" in interface:
         return {}
     device = root / "sys/class/net" / interface
@@ -332,12 +333,12 @@ def link_facts(interface: str, root: Path = _ROOT) -> dict[str, str]:
 
 
 def _count_cards(names: Sequence[str]) -> str:
-    """Counts cards by their name: `8 x this, 1 x that`."""
+    """Counts cards by name: `8 x this, 1 x that`."""
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
 def judge_speed(report: Measured) -> Iterator[Finding]:
-    """Reports how long an all-reduce takes, and what differs between hosts."""
+    """Reports the time of an all-reduce, and the facts that differ between hosts."""
     latency, rate = report["latency_seconds"], report["bandwidth_bytes_per_second"]
     timing = f"{1e6 * report['sizes'][0]['seconds']:.0f} us for 1 KiB, bus bandwidth {_rate(rate)}"
     yield Finding(OK, "all-reduce", f"{timing} ({1e6 * latency:.0f} us a hop)")

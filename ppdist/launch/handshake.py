@@ -1,4 +1,4 @@
-"""Handshake: what a host of a run was started with, and what must agree with the others."""
+"""Handshake: how a host of a run was started, and which settings must agree on all hosts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -19,20 +19,20 @@ _LIST_LIMIT, _WORD_LIMIT = MOST_HOSTS, 4096
 class Handshake:
     """One host's view of the run."""
 
-    host: str  # which of `hosts` it is
+    host: str  # this host, one of `hosts`
     hosts: tuple[str, ...]  # addresses
     processes: int  # on this host
     device: str  # cpu, gpu or another kind of card
     script: str
     arguments: tuple[str, ...]
-    ppdist: str  # versions
+    ppdist: str  # version of ppdist; below: of Paddle
     paddle: str
-    names: tuple[str, ...] = ()  # of the hosts, as they were typed
+    names: tuple[str, ...] = ()  # the hosts as they were typed
     max_restart: int = 0
-    min_hosts: int = 0  # 0: all of them
+    min_hosts: int = 0  # 0: all hosts are required
     rejoin_seconds: int = 0
     attempt: int = 0  # how many worlds of the run this host has seen end
-    changes: int = 0  # how many of them because a host went or came
+    changes: int = 0  # how many of them ended because a host left or joined
     skip: tuple[int, ...] = ()  # steps that failed twice and are left out
 
     def message(self) -> Message:
@@ -43,7 +43,7 @@ class Handshake:
 
     @property
     def place(self) -> int:
-        """Returns the place of the host in --ips, from 0."""
+        """Returns the position of the host in --ips, from 0."""
         return self.hosts.index(self.host)
 
     @property
@@ -57,11 +57,11 @@ class Handshake:
 
     @property
     def has_names(self) -> bool:
-        """Returns True if hosts were typed as names, which may get other addresses."""
+        """Returns True if hosts were typed as names, whose addresses may change."""
         return self.names not in ((), self.hosts)
 
     def has_same_hub(self, remote: "Handshake") -> bool:
-        """Returns True if --ips begin with the same host on the remote host."""
+        """Returns True if --ips begins with the same host on the remote host."""
         return remote.hosts[0] == self.hosts[0] or remote.names[:1] == self.names[:1] != ()
 
     def has_same_names(self, remote: "Handshake") -> bool:
@@ -72,7 +72,7 @@ class Handshake:
 def make_handshake(
     options: Options, plan: LaunchPlan, attempt: int, changes: int, skip: tuple[int, ...]
 ) -> Handshake:
-    """Makes the handshake of this host."""
+    """Builds the handshake of this host."""
     return Handshake(
         host=plan.host,
         hosts=plan.hosts,
@@ -93,7 +93,7 @@ def make_handshake(
 
 
 def read_handshake(message: Message) -> Handshake | None:
-    """Reads a handshake from a message; None: it holds none."""
+    """Reads a handshake from a message; None if the message holds none."""
     if message["type"] != "handshake":
         return None
     values: dict[str, Any] = {
@@ -115,7 +115,7 @@ def read_handshake(message: Message) -> Handshake | None:
 
 
 def read_words(message: Message, key: str) -> tuple[str, ...] | None:
-    """Reads a list of texts from a message; None: it holds none."""
+    """Reads a list of strings from a message; None if the message holds none."""
     words = message.get(key)
     if not isinstance(words, list) or len(words) > _LIST_LIMIT:
         return None
@@ -125,7 +125,7 @@ def read_words(message: Message, key: str) -> tuple[str, ...] | None:
 
 
 def read_steps(message: Message) -> tuple[int, ...] | None:
-    """Reads the steps to leave out from a message; None: it holds none."""
+    """Reads the steps to skip from a message; None if the message holds none."""
     steps = message.get("skip")
     if not isinstance(steps, list) or len(steps) > _LIST_LIMIT:
         return None
@@ -135,7 +135,7 @@ def read_steps(message: Message) -> tuple[int, ...] | None:
 
 
 def differences(local: Handshake, remote: Handshake) -> list[str]:
-    """Lists what keeps two hosts from training together, with the values of both."""
+    """Lists the differences that keep two hosts from training together, with both values."""
     lines = []
 
     def compare(subject: str, local_value: str, remote_value: str, remedy: str) -> None:
@@ -197,9 +197,9 @@ def _count_common(local_words: Sequence[str], remote_words: Sequence[str]) -> in
 
 
 def _drop_per_host_arguments(words: Sequence[str]) -> list[str]:
-    """Drops the arguments that say where something lies on one host, which may differ."""
+    """Drops the arguments that are paths on one host, which may differ between hosts."""
     shared = [word for word in words if word.partition("=")[0] not in PER_HOST_KEYS]
-    # Without its values an `-o` of one host would still differ from the other host's command.
+    # An `-o` left without values would still differ from the other host's command.
     is_shortened = len(shared) < len(words)
     return [
         word

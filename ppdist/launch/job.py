@@ -58,11 +58,11 @@ def fleetrun(
     A restart runs the same command with PPDIST_RESTART in the environment, which makes
     tools/train.py continue from the newest checkpoint of this job.  It does not restart after an
     error that would only recur (wrong input) or a requested stop (a signal).  With --min_hosts an
-    attempt also ends when a host goes or comes back; the next one, of the hosts present then, does
-    not count as a restart.
+    attempt also ends when a host leaves or comes back; the next attempt, of the hosts present then,
+    does not count as a restart.
 
     Args:
-        machine: inspects the machine; called once the command line is known to be right.
+        machine: inspects the machine; called once the command line is known to be valid.
         run: runs one plan to its end.
         received: signals so far; more may come.
     Raises: LaunchError: the command is wrong or does not fit the machine.
@@ -93,7 +93,7 @@ def fleetrun(
             try:
                 outcome = job.attempt()
             except LaunchError as error:
-                # The command was right at first, so now a host or a port is missing.
+                # The command was valid at first, so now a host or a port is missing.
                 say(f"error: {error}")
                 # The hub, or too many hosts, did not come back in time.
                 if outcome.goes_on:
@@ -104,7 +104,7 @@ def fleetrun(
 
 
 class _Job:
-    """A job on this host: all attempts of one command.  Arguments as of `fleetrun`."""
+    """A job on this host: all attempts of one command.  Takes the arguments of `fleetrun`."""
 
     def __init__(
         self,
@@ -118,15 +118,15 @@ class _Job:
         self.options, self.environment, self.machine = options, environment, machine
         self.run, self.folder, self.received = run, folder, received
         self.restarts = Restarts()
-        self.hub: Hub | None = None  # of the job, on its first host
-        self.stopped = False  # it ended by a signal, and everything is saved
-        self.is_sent_away = False  # this host alone ends, the others go on
+        self.hub: Hub | None = None  # hub of the job, on its first host
+        self.stopped = False  # the job was ended by a signal, and everything is saved
+        self.is_sent_away = False  # only this host ends, the others go on
         self.started = boot_seconds()
 
     def attempt(self) -> Outcome:
-        """Runs the command once on all hosts; returns how it ended.
+        """Runs the command once on all hosts; returns its outcome.
 
-        Before a restart it pauses.  Several hosts connect before the pause, so that a signal for
+        A restart begins with a pause.  Several hosts connect before the pause, so that a signal to
         one of them reaches all.
         """
         pause = self.restarts.pause
@@ -167,8 +167,8 @@ class _Job:
         except UserError as error:
             if channel is None:
                 raise
-            # The others wait for this host already.
-            # A command that has worked once is not wrong input.
+            # The other hosts are already waiting for this one.
+            # The command has worked before, so this is not an input error.
             code = 1 if restarts else USER_ERROR
             message = f"error: {with_code(str(error), error.code)}"
             outcome = channel.finish(Outcome(code, message, made_step=False), [])
@@ -177,7 +177,7 @@ class _Job:
 
     @property
     def describe_hub_call(self) -> str:
-        """Says how this host goes on with the others; "" on the hub."""
+        """Describes how this host rejoins the other hosts; "" on the hub."""
         if self.hub is not None:
             return ""
         first, *_ = typed_hosts(self.options.ips or "")
@@ -190,7 +190,7 @@ class _Job:
             self.hub.close(self.stopped, self.is_sent_away)
 
     def connect_hosts(self) -> tuple[LaunchPlan, ControlChannel | None]:
-        """Makes the plan, and connects this host to the others if there are any.
+        """Builds the plan, and connects this host to the other hosts if there are any.
 
         Raises: LaunchError.  Stopped.
         """
@@ -219,9 +219,9 @@ class _Job:
         return replace(plan, hosts=channel.hosts), channel
 
     def digest_command(self) -> tuple[str, ...]:
-        """Returns the command that writes the digests of what this host would train with.
+        """Returns the command that writes the digests of this host's code and data.
 
-        Returns: () if the script is not a training of ppdist's.
+        Returns: () if the script is not `ppdist train`.
         """
         if not self.options.trains:
             return ()
@@ -235,7 +235,7 @@ class _Job:
         say(f"{plan.description}; logs in {self.options.log_dir}/")
 
     def wait_for_names(self, decide: Callable[[], T]) -> T:
-        """Calls `decide` until the names in --ips resolve; returns what it returns.
+        """Calls `decide` until the names in --ips resolve; returns its result.
 
         Raises: LaunchError.  Stopped.
         """
@@ -244,9 +244,9 @@ class _Job:
 
 
 def name_job(token: str, nonce: str | None = None) -> str:
-    """Names this attempt, alike on all of its hosts.
+    """Returns the name of this attempt, the same on all of its hosts.
 
-    Args: nonce: random text from the first host; None: this host is alone and draws its own.
+    Args: nonce: random text from the first host; None if this host is alone and generates its own.
     """
     nonce = secrets.token_hex(16) if nonce is None else nonce
     return hmac.new(os.fsencode(token), nonce.encode(), hashlib.sha256).hexdigest()
@@ -260,7 +260,7 @@ def report_early_stop(received: Sequence[int]) -> Outcome:
 
 
 def pause_attempt(seconds: float, channel: ControlChannel | None, received: Sequence[int]) -> bool:
-    """Waits `seconds`, or until a signal comes; False: one came, here or on another host."""
+    """Waits for `seconds`; returns False if a signal came meanwhile, here or on another host."""
     end = time.monotonic() + seconds
     while not received and not (channel is not None and channel.watch(received)):
         if time.monotonic() >= end:
@@ -274,19 +274,19 @@ class Restarts:
 
     Attributes:
         attempt: number of this attempt, from 0.
-        changes: attempts that ended because a host went or came.
-        skip: steps that failed twice: something in their images ends the ranks.
+        changes: number of attempts that ended because a host left or joined.
+        skip: steps that failed twice, because something in their images ends the ranks.
     """
 
     def __init__(self) -> None:
         self.attempt = self.changes = 0
         self.skip: tuple[int, ...] = ()
-        self._failures: Counter[int] = Counter()  # by step
+        self._failures: Counter[int] = Counter()  # failures by step
         self._furthest = 0  # last step that any attempt has begun
         self._without_progress = 0  # failures since an attempt got further than all before it
 
     def learn(self, outcome: Outcome) -> None:
-        """Counts a failed attempt, and skips a step that has failed twice."""
+        """Counts a failed attempt, and adds a step that has failed twice to `skip`."""
         self.attempt += 1
         step = outcome.step or 0
         reached = max(step, outcome.reached)
@@ -306,7 +306,7 @@ class Restarts:
         self._without_progress = 0
 
     def agree(self, attempt: int, changes: int, skip: tuple[int, ...]) -> None:
-        """Takes over what all hosts agreed on when they met."""
+        """Adopts the values that all hosts agreed on at the rendezvous."""
         self.attempt, self.changes, self.skip = attempt, changes, skip
 
     @property
@@ -315,14 +315,14 @@ class Restarts:
 
     @property
     def pause(self) -> float:
-        """Returns the seconds until the next attempt: 1, 2, 4, ...; 0 at first."""
+        """Returns the seconds until the next attempt: 1, 2, 4, ...; 0 before the first."""
         if self._without_progress == 0:
             return 0.0
         return min(_LONGEST_PAUSE_SECONDS, 2.0 ** min(self._without_progress - 1, 10))
 
     @property
     def variables(self) -> dict[str, str]:
-        """Returns what the ranks of this attempt find in their environment."""
+        """Returns the environment variables for the ranks of this attempt."""
         variables = {}
         if self.attempt:
             variables[RESTART_VARIABLE] = str(self.attempt)
@@ -331,7 +331,7 @@ class Restarts:
         return variables
 
     def announcement(self, max_restart: int) -> str:
-        """Says what happens next, and why."""
+        """Returns a message that says what happens next, and why."""
         text = (
             f"restart {self.failures} of {max_restart} in {self.pause:g} s, from the newest "
             f"checkpoint of this job, or anew where there is none"

@@ -1,12 +1,12 @@
 """Metrics of a run on this host for Prometheus: `fleetrun --metrics_port 9410`.
 
-All numbers are read when asked for: the heartbeat of each rank, what the attempts of the job left
-in fleetrun's private folder, and on rank 0's host the files of the run.  Nothing is asked of a
-rank, so no scrape can delay one.  docs/monitoring.md explains each number.
+All numbers are read at each scrape: from the heartbeat of each rank, from the files that the
+attempts of the job left in fleetrun's private folder, and on rank 0's host from the files of the
+run.  No rank takes part, so no scrape can delay one.  docs/monitoring.md explains each number.
 
-Who answers is a process of its own beside the ranks, which fleetrun starts and ends.  It only
-reads, so neither a port that is taken nor a package that is missing reaches the job.  It lives as
-long as fleetrun: restarts of the ranks are numbers to it.  Cards are measured by dcgm-exporter.
+A separate process, which fleetrun starts and ends, answers the scrapes.  It only reads, so neither
+a port that is taken nor a package that is missing reaches the job.  It lives as long as fleetrun:
+restarts of the ranks are numbers to it.  Cards are measured by dcgm-exporter.
 """
 
 import json
@@ -31,9 +31,10 @@ from ppdist.distributed import heartbeat
 from ppdist.launch import worker
 from ppdist.launch.console import finish, say
 
-# Name -> what it says.  Those that end with _total only grow, as long as the ranks live; with
-# ppdist_run_ begins what holds for the whole run.  Rank 0's host alone says that, but for the
-# number of ranks, which each host says: it has to outlive the loss of any of them.
+# Name -> description.  Metrics whose names end with _total only grow, as long as the ranks live;
+# those whose names begin with ppdist_run_ describe the whole run.  Only rank 0's host exports
+# these, except for the number of ranks, which each host exports: it has to outlive the loss of any
+# host.
 METRICS = {
     "ppdist_run_ranks": "Ranks of the run, on all hosts.",
     "ppdist_run_step": "Optimizer steps done.",
@@ -60,13 +61,13 @@ METRICS = {
     "ppdist_rank_own_seconds_total": "Of it, without waiting for other ranks.",
     "ppdist_rank_data_seconds_total": "Of its own, waiting for images.",
 }
-# Of an evaluation; those of single classes would be a series each.
+# Exported from an evaluation; metrics of single classes would each add a series.
 EVALUATED = (
     "mAP", "mAP50", "mAP75", "fitness", "precision", "recall", "f1", "top1", "top5", "val_loss",
 )  # fmt: skip
-_TAIL_BYTES = 4 << 20  # read of a metrics.jsonl: some ten thousand steps
+_TAIL_BYTES = 4 << 20  # read from the end of a metrics.jsonl: some ten thousand steps
 _CHECKPOINT, _MANIFEST = re.compile(r"step-(\d+)"), "manifest.json"
-_CLIENT_SECONDS = 10.0  # in which a client has to ask, and to take the answer
+_CLIENT_SECONDS = 10.0  # in which a client has to send its request and read the response
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 5.0
 
@@ -77,19 +78,19 @@ class Measures:
     """The measurements of one host's ranks, over all attempts of a job."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Reads nothing yet.
+        """Stores the arguments; reads nothing yet.
 
         Args:
-            folder: fleetrun's private folder; an attempt has one in it, named by its number.
-            say: prints a line about what cannot be read, once for each kind.
+            folder: fleetrun's private folder; each attempt has a folder in it, named by its number.
+            say: prints a line about a source that cannot be read, once for each kind.
         """
         self._folder, self._say = folder, say
-        self._run: dict[str, Any] = {}  # as heartbeat.tell_run has written it
-        self._evaluation: dict[str, Any] = {}  # the last one that was seen
+        self._run: dict[str, Any] = {}  # as written by heartbeat.tell_run
+        self._evaluation: dict[str, Any] = {}  # the last evaluation that was seen
         self._reported: set[str] = set()
 
     def samples(self) -> list[Sample]:
-        """Reads all numbers that can be read now; warns once about the others."""
+        """Reads all numbers that are readable now; warns once about the others."""
         attempt = max((int(path.name) for path in self._folder.glob("[0-9]*")), default=0)
         folder = self._folder / str(attempt)
         with self._report_once("run"):
@@ -106,7 +107,7 @@ class Measures:
 
     @contextmanager
     def _report_once(self, part: str) -> Iterator[None]:
-        """Reports the first failure to read a part; the other parts are read all the same."""
+        """Reports the first failure to read a part; the other parts are read nevertheless."""
         try:
             yield
         except Exception as error:
@@ -162,7 +163,7 @@ class Measures:
                 yield "ppdist_rank_data_seconds_total", labels, work.data_seconds
 
     def _read_run(self, folder: Path) -> Iterator[Sample]:
-        """Yields the numbers of the whole run; none but on rank 0's host."""
+        """Yields the numbers of the whole run; none except on rank 0's host."""
         path = heartbeat.heartbeat_path(folder, 0)
         if not path.exists():
             return
@@ -205,7 +206,7 @@ def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
         try:
             return number, path.stat().st_mtime
         except FileNotFoundError:
-            # It has just been pruned.
+            # The checkpoint has just been pruned.
             continue
     return None
 
@@ -234,7 +235,7 @@ def export_metrics(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[N
 
     Args:
         folder: fleetrun's private folder.
-        endpoint: address and port; None: no endpoint.
+        endpoint: address and port to serve at; None: nothing is served.
     """
     if endpoint is None:
         yield
@@ -250,7 +251,7 @@ def export_metrics(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[N
     finally:
         if process is not None:
             process.kill()
-            # A process that waits for a dead disk may not end.
+            # A process that waits for an unreachable disk may not end.
             with suppress(child.TimeoutExpired):
                 process.wait(_END_SECONDS)
 
@@ -258,10 +259,10 @@ def export_metrics(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[N
 def main(arguments: Sequence[str]) -> int:
     """Serves until its parent, fleetrun, is gone.
 
-    Args: arguments: folder, address and port, as of `export_metrics`.
+    Args: arguments: folder, address and port, as in `export_metrics`.
     """
     folder, address, port = Path(arguments[0]), arguments[1], int(arguments[2])
-    # Schedulers signal all processes of a job, which may go on nevertheless.
+    # Schedulers signal all processes of a job, but the job may go on nevertheless.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
@@ -293,7 +294,7 @@ def open_server(address: str, port: int, measures: Measures) -> WSGIServer:
 
 
 def group_samples(samples: Sequence[Sample]) -> Iterator[Any]:
-    """Groups the samples by their name, as prometheus-client wants them."""
+    """Groups the samples by name, as prometheus-client expects."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     for name, help_text in METRICS.items():
@@ -336,7 +337,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(endpoint, handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores clients that go away or speak nonsense."""
+        """Ignores clients that disconnect or send malformed requests."""
 
 
 def _say(text: str) -> None:

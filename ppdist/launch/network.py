@@ -1,4 +1,4 @@
-"""Network of a host: its place in --ips, interfaces, ports.
+"""Network of a host: its position in --ips, interfaces, ports.
 
 Schedulers publish host names late and move them to other addresses, so names are looked up until
 they resolve.
@@ -19,7 +19,7 @@ from ppdist.launch.signals import Stopped
 _SIOCGIFADDR = 0x8915
 _LOOK_SECONDS, _REPORT_SECONDS = 1.0, 10.0  # between two lookups of a name; two lines about it
 
-MOST_HOSTS = 4096  # whose names fit into the handshake
+MOST_HOSTS = 4096  # the names of so many hosts fit into the handshake
 _LISTED_HOSTS = 3
 _SEVERAL_HOSTS_PORT = 6070  # Paddle's default, for the rendezvous: equal on all hosts
 _ONE_HOST_PORTS = (20000, 32000)  # below the ephemeral ports of Linux
@@ -61,7 +61,7 @@ class Network:
         return True
 
     def interfaces(self) -> dict[str, str]:
-        """Maps each interface to its first IPv4 address, "" where it has none."""
+        """Maps each interface to its first IPv4 address, or to "" if it has none."""
         addresses = {}
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
@@ -74,7 +74,7 @@ class Network:
         return addresses
 
     def source_address(self, address: str) -> str | None:
-        """Returns this machine's source address towards another; sends nothing."""
+        """Returns this machine's source address for packets to another host; sends nothing."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect((address, 9))
@@ -138,7 +138,7 @@ def resolve_hosts(ips: str, network: Network) -> list[str]:
             fix = "list each host once (processes per host: --nproc_per_node)"
             if names[place] == earlier[0]:
                 raise LaunchError(problem, code="ips_repeated", where="--ips", fix=fix)
-            # One of the two names may belong to a host that has lost this address.
+            # One of the two names may belong to a host that no longer has this address.
             raise NotYetKnown(problem, code="ips_repeated", where="--ips", fix=fix)
     _refuse_loopback_among_hosts(names, addresses)
     return addresses
@@ -164,8 +164,8 @@ def find_own_address(addresses: Sequence[str], host: str | None, network: Networ
 
     Args:
         addresses: from `resolve_hosts`.
-        host: the value of --host, or None to find out.
-    Raises: LaunchError: none of the addresses is this machine's, or several are.
+        host: the value of --host; None: the address is detected.
+    Raises: LaunchError: none of the addresses belongs to this machine, or several do.
     """
     among = f"--ips {list_hosts(addresses)}"
     if host is not None:
@@ -201,8 +201,8 @@ def retry_until_known(
 ) -> T:
     """Retries `decide` until the names in --ips resolve to the run's hosts.
 
-    A pod's name resolves once the pod runs, and for some seconds still to the pod before it.  With
-    addresses only, there is nothing to wait for.
+    A pod's name resolves once the pod runs, and for some seconds still to the previous pod.  If
+    --ips lists only addresses, there is nothing to wait for.
 
     Args:
         decide: raises NotYetKnown for failures that may be temporary.
@@ -233,8 +233,8 @@ def retry_until_known(
 def socket_variables(address: str, network: Network) -> dict[str, str]:
     """Returns the variables that make gloo and NCCL use the interface with this address.
 
-    By default gloo connects to whatever the host's name resolves to, often 127.0.0.1.  Empty for an
-    address that is not an interface's first.
+    By default gloo connects to whatever the host's name resolves to, often 127.0.0.1.  Returns {}
+    if the address is not the first address of an interface.
     """
     for name, held_address in network.interfaces().items():
         if held_address == address:
@@ -244,11 +244,11 @@ def socket_variables(address: str, network: Network) -> dict[str, str]:
 
 
 def check_interfaces(environment: Mapping[str, str], address: str | None, network: Network) -> None:
-    """Rejects an interface that gloo cannot use; NCCL reports such an error itself.
+    """Rejects an interface that gloo cannot use; NCCL itself reports such an error.
 
     Args:
-        address: of this host in the run; None: any.
-    Raises: LaunchError: no such interface, or gloo's has another address.
+        address: this host's address in the run; None skips the check of the address.
+    Raises: LaunchError: there is no such interface, or gloo's interface has another address.
     """
     addresses = network.interfaces()
     holder = next((name for name in addresses if addresses[name] == address), None)
@@ -290,7 +290,7 @@ def choose_port(
         wanted: the requested port, or None.
         first: whether this host has rank 0: only there the ports must be reachable.  The
             rendezvous opens its port itself, and keeps it open as long as the job lives.
-        metrics_port: never given to ranks, because it may be opened later.
+        metrics_port: a port that ranks never get, because it may be opened later.
     Raises: LaunchError: a port is taken, or there is no free range.
     """
     if wanted is None and hosts == 1:
@@ -323,7 +323,7 @@ def choose_port(
 def refuse_metrics_port(port: int | None, ports: range) -> None:
     """Rejects a --metrics_port that the run needs itself.
 
-    All hosts decide alike, so that none waits for another that has exited.
+    All hosts make the same decision, so that none waits for another that has exited.
 
     Raises: LaunchError.
     """
@@ -343,7 +343,7 @@ def first_rank_port(start: int, hosts: int) -> int:
 
 
 def make_port_error(port: int, hosts: int) -> LaunchError:
-    """Makes the error for a port that is in use."""
+    """Builds the error for a port that is in use."""
     on_all_hosts = " (the same on every host)" if hosts > 1 else ""
     return LaunchError(
         f"port {port} is in use on this machine, by another job or program",

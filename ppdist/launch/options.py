@@ -25,11 +25,11 @@ Starts one process of the script per card (or per --nproc_per_node on a CPU) on 
 75 stopped by a signal after a clean checkpoint; 1 anything else (the failing rank is named).
 """
 
-# The script run for `ppdist`; PATH may have none, or another Python's.
+# The script run for `ppdist`; PATH may contain no ppdist, or that of another Python.
 _OWN_COMMANDS = str(Path(__file__).resolve().parents[1] / "__main__.py")
 
-# Paddle's launcher gives these to its workers.  Left over in the environment from another launch
-# they override the command line: two hosts become rank 0, or the ranks wait for a dead master.
+# Paddle's launcher sets these for its workers.  If they are left over from another launch, they
+# override the command line: two hosts become rank 0, or the ranks wait for a dead master.
 STALE_VARIABLES = (
     "PADDLE_MASTER",
     "PADDLE_TRAINER_ENDPOINTS",
@@ -47,7 +47,7 @@ STALE_VARIABLES = (
     "FLAGS_selected_gpus",
 )
 KIND_VARIABLE = "PADDLE_XCCL_BACKEND"  # Paddle's: the kind of cards that a plug-in brings
-# What its user gives to all hosts of a job, see connection.py; or the file that holds it.
+# The token that the user passes to all hosts of a job (see connection.py), or the file with it.
 TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "PPDIST_JOB_TOKEN", "PPDIST_JOB_TOKEN_FILE"
 TOKEN_VARIABLES = (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
 _MIN_TOKEN, _MAX_TOKEN = 16, 4096  # characters
@@ -147,12 +147,13 @@ _ELASTIC = (
     "launcher, python -m paddle.distributed.launch"
 )
 _NO_SERVERS = "ppdist has no parameter servers: all ranks train"
-# Options of Paddle's, by key, that have an effect only with --master: the reason, and what to type.
+# Paddle's options that have an effect only with --master, by key: the reason, and what to type
+# instead.
 _WITH_MASTER = {
     "nnodes": ("without --master each host would train for itself", "name the hosts: --ips A,B"),
     "rank": ("without --master the number of a host is its place in --ips", "leave it out"),
 }
-# Options of other launchers that do not exist here: the reason, and what to do instead.
+# Options of other launchers that do not exist here: the reason, and the alternative.
 _REFUSED = {
     "--legacy": "it starts Paddle's old launcher, which leaves its processes running when it is "
     "stopped; leave the option out",
@@ -174,14 +175,14 @@ _REFUSED = {
     "--sort_ip": "hosts are in the order of --ips: list them as wanted",
     "--log_level": "it is of Paddle's launcher, which is kept silent; leave it out",
     "--auto_tuner_json": "`ppdist tune` searches settings; leave the option out",
-    # Of torchrun and torch.distributed.launch.
+    # Options of torchrun and torch.distributed.launch.
     "--node_rank": "the number of a host is its place in --ips A,B; leave the option out",
     "--master_addr": "the first host of --ips A,B is it; leave the option out",
     "--master_port": "hosts meet on --start_port P; give that",
     "--rdzv_endpoint": "hosts meet at the first of --ips A,B, on --start_port P; give these",
 }
-# Taken from the environment by the options above, so Paddle's launcher must not see them again:
-# it would let them override the command line.
+# The options above read these variables, so Paddle's launcher must not see them: there they would
+# override the command line.
 OPTION_VARIABLES = tuple(
     name for option in _FLEETRUN_OPTIONS + _PADDLE_OPTIONS for name in option.variables
 )
@@ -193,23 +194,23 @@ class Options:
 
     script: str
     script_arguments: tuple[str, ...]
-    typed: tuple[str, ...]  # everything before the script, for messages that suggest a command
-    kind: str = _GPU  # of the cards
+    typed: tuple[str, ...]  # all words before the script, for messages that suggest a command
+    kind: str = _GPU  # kind of the cards
     cards: str | None = None
     ips: str | None = None
     processes: int | None = None
     host: str | None = None
     start_port: int | None = None
     start_timeout: int = START_SECONDS
-    metrics_address: str = ""  # "": that of this host in --ips, else 127.0.0.1
+    metrics_address: str = ""  # "": this host's address in --ips, or 127.0.0.1 without --ips
     metrics_port: int | None = None
     master: str | None = None
     max_restart: int = 0
-    min_hosts: int | None = None  # None: all
+    min_hosts: int | None = None  # None: all hosts are required
     rejoin_seconds: int = REJOIN_SECONDS
     log_dir: str = "log"
-    token: str = field(default="", repr=False)  # of the job; "": none was given
-    passed: Mapping[str, str] = field(default_factory=dict)  # Paddle's own, by key
+    token: str = field(default="", repr=False)  # token of the job; "": there is none
+    passed: Mapping[str, str] = field(default_factory=dict)  # Paddle's own options, by key
 
     @property
     def shown_script(self) -> str:
@@ -243,7 +244,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     token = job_token(environment)
     if not rest:
         raise LaunchError(f"no script was given.\n{USAGE}", code="script_missing")
-    given = {key: f"--{key} {value}" for key, value in values.items()}  # as it was, for messages
+    given = {key: f"--{key} {value}" for key, value in values.items()}  # as typed, for messages
     for option in _FLEETRUN_OPTIONS + _PADDLE_OPTIONS:
         for variable in option.variables:
             if environment.get(variable) and option.key not in values:
@@ -280,7 +281,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
 def _refuse_without_effect(values: Mapping[str, str], given: Mapping[str, str]) -> None:
     """Refuses options that would change nothing.
 
-    Args: given: each value as it was given.
+    Args: given: each option as it was typed, by key.
     Raises: LaunchError.
     """
     if "rejoin_seconds" in values and "min_hosts" not in values:
@@ -303,7 +304,7 @@ def _refuse_without_effect(values: Mapping[str, str], given: Mapping[str, str]) 
 
 
 def help_text() -> str:
-    """Returns what `fleetrun --help` prints."""
+    """Returns the help text of `fleetrun --help`."""
     lines = [USAGE, "options:"]
     for option in _FLEETRUN_OPTIONS:
         lines.append(f"  {', '.join(option.names)} {option.metavar}")
@@ -317,7 +318,7 @@ def help_text() -> str:
 
 
 def _wrap(text: str, indent: str) -> str:
-    """Wraps text to the lines of a usual terminal; no option is broken."""
+    """Wraps text to the width of a usual terminal, without breaking options."""
     return textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent,
                          break_on_hyphens=False)  # fmt: skip
 
@@ -340,7 +341,7 @@ def refuse_stale_environment(environment: Mapping[str, str]) -> None:
 
 
 def job_token(environment: Mapping[str, str]) -> str:
-    """Reads the token of the job; "" where none was given.
+    """Reads the token of the job; "" if there is none.
 
     Raises: LaunchError: other users can read its file, or it is too short to be safe.
     """
@@ -374,7 +375,7 @@ def job_token(environment: Mapping[str, str]) -> str:
 
 
 def _split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Splits the options, by key, from the script with its arguments."""
+    """Separates the options, by key, from the script and its arguments."""
     values: dict[str, str] = {}
     rest = list(arguments)
     while rest and rest[0].startswith("-"):
@@ -431,7 +432,7 @@ def _describe_unknown(name: str) -> str:
 def _parse_cards(text: str | None, kind: str) -> tuple[str, str | None]:
     """Splits `0-3` or `npu:0-3` into the kind and the list.
 
-    Args: kind: the kind for a text that names none.
+    Args: kind: the kind if the text names none.
     """
     typed, colon, cards = (text or "").rpartition(":")
     kind = typed if colon else kind

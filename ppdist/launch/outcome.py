@@ -29,7 +29,7 @@ _LOADING_SECONDS = 2.0  # loading Python, Paddle and a model takes longer
 
 @dataclass(frozen=True)
 class Attempt:
-    """The folders of this host's ranks in one attempt."""
+    """The folders used by this host's ranks in one attempt."""
 
     folder: Path  # private: exit-N.json (worker.py), rank-N.json (common/process.py), heartbeats
     log_dir: Path  # with workerlog.N
@@ -38,7 +38,7 @@ class Attempt:
 
     @property
     def launcher_log(self) -> Path:
-        """Returns the log of Paddle's launcher, or of the workers that fleetrun starts."""
+        """Returns the path of the log of Paddle's launcher, or of fleetrun's workers."""
         return self.folder / "launcher.log"
 
     def log(self, local: int) -> Path:
@@ -47,17 +47,17 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang, for `judge`: the ranks that made no progress."""
+    """A hang: the ranks that made no progress; read by `judge`."""
 
     message: str
-    time: float  # since when, by `boot_seconds`
-    ranks: list[int]  # however these end now, that is a consequence of the hang
+    time: float  # when the hang began, according to `boot_seconds`
+    ranks: list[int]  # these ranks' ends, whatever they are, are a consequence of the hang
     step: int | None  # the optimizer step, from 1, that all of them had begun; None: none had
     certain: bool  # False: the first failure may have another cause
 
 
 def read_hang(folder: Path) -> Hang | None:
-    """Reads the hang that a Watch of this folder found; None: it found none."""
+    """Reads the hang that the Watch of this folder found; None if it found none."""
     with contextlib.suppress(FileNotFoundError):
         return Hang(**json.loads((folder / WATCH_FILE).read_text(encoding="utf-8")))
     return None
@@ -65,19 +65,19 @@ def read_hang(folder: Path) -> Hang | None:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """The end of one rank of this host."""
+    """A record of how one rank of this host ended."""
 
     rank: int
     local: int  # its number on this host; 0 has the terminal
     exit_code: int | None  # negative: killed by that signal; None: unknown
     failure: errors.Failure  # as process.run reported it; `_NO_REPORT`: no report
     time: float  # of the failure, by `boot_seconds`
-    pid: int = 0  # of its watcher, worker.py
+    pid: int = 0  # process id of its watcher, worker.py
     reading: heartbeat.Reading | None = None  # its last heartbeat
     process_code: int | None = None  # exit code of the process; None: still running
     began: bool = True  # whether the script began, not only its watcher
-    seconds: float | None = None  # that the script ran; None: unknown
-    printed: bool = True  # it wrote its failure to its output
+    seconds: float | None = None  # how long the script ran; None: unknown
+    printed: bool = True  # the rank wrote its failure to its output
 
     @property
     def message(self) -> str:
@@ -85,7 +85,7 @@ class RankEnd:
 
     @property
     def failed(self) -> bool:
-        """Returns True if it failed, or exited with 0 before training was over."""
+        """Returns True if the rank failed, or exited with 0 before training was complete."""
         # A script that exits in the middle of training leaves the other ranks waiting, whatever its
         # code.
         early = self.reading is not None and self.reading.phase in ("step", "save")
@@ -93,19 +93,19 @@ class RankEnd:
 
     @property
     def is_consequence(self) -> bool:
-        """Returns True if it ended because another rank had ended."""
+        """Returns True if the rank ended because another rank had ended."""
         is_killed = self.exit_code in (None, -signal.SIGTERM, 128 + signal.SIGTERM)
         lost_peer = self.failure.code == errors.LOST_RANK or self.failure.from_rank is not None
         return lost_peer or (is_killed and not self.message)
 
     @property
     def waited_for_peer(self) -> bool:
-        """Returns True if it ended because another rank had ended, or never arrived."""
+        """Returns True if the rank ended because another rank had ended or never arrived."""
         return self.is_consequence or self.failure.code in _PEER_TIMEOUTS
 
     @property
     def how(self) -> str:
-        """Says how it ended, to follow `it`."""
+        """Describes how the rank ended; the text follows the word `it`."""
         if self.exit_code is None:
             return "was killed"
         if self.exit_code < 0:
@@ -124,14 +124,14 @@ class RankEnd:
 
     @property
     def reached(self) -> int:
-        """Returns the number, from 1, of the last step that it began."""
+        """Returns the number, from 1, of the last step that the rank began."""
         if self.reading is None:
             return 0
         return self.reading.step + (self.reading.phase == "step")
 
     @property
     def made_no_step(self) -> bool:
-        """Returns True if it certainly finished no step in this attempt."""
+        """Returns True if the rank certainly finished no step in this attempt."""
         if self.reading is None:
             return not self.began or (self.seconds or math.inf) < _LOADING_SECONDS
         if self.reading.phase == "start":
@@ -141,13 +141,13 @@ class RankEnd:
 
     @property
     def where(self) -> str:
-        """Says what it was doing and on which host."""
+        """Describes what the rank was doing, and on which host."""
         host = f"(host {socket.gethostname()})"
         return host if self.reading is None else f"{describe_phase(self.reading)} {host}"
 
 
 def describe_phase(reading: heartbeat.Reading) -> str:
-    """Says what a rank was doing, as text for a message."""
+    """Describes what a rank was doing, as text for a message."""
     done = reading.step
     return {
         "start": "before its first step",
@@ -159,7 +159,7 @@ def describe_phase(reading: heartbeat.Reading) -> str:
 
 
 def read_ends(folder: Path) -> list[RankEnd]:
-    """Reads the ends of all ranks that have begun; one without an exit code still runs."""
+    """Reads how all ranks that have begun ended; a rank without an exit code is still running."""
     ends = []
     for report in worker.read_reports(folder):
         end = RankEnd(
@@ -177,7 +177,7 @@ def read_ends(folder: Path) -> list[RankEnd]:
         report_file = folder / f"rank-{report.rank}.json"
         if report_file.is_file():
             report_of_rank = json.loads(report_file.read_text(encoding="utf-8"))
-            # After it has reported 0 a rank may still crash, so then the worker's code counts.
+            # A rank may still crash after it has reported 0, so then the worker's exit code counts.
             if report_of_rank["exit_code"] != 0:
                 failure = (
                     report_of_rank["kind"],
@@ -202,20 +202,20 @@ class Outcome:
     """The outcome of the run on this host."""
 
     code: int  # 0, 1, 2 or 75
-    message: str  # for stderr; "": nothing is left to say
+    message: str  # for stderr; "": already printed, or there is nothing to report
     stopped: int | None = None  # the signal that stopped it, if one did
-    # The rest is for the other hosts of the run; their users do not see this terminal.
+    # The fields below are for the other hosts of the run; their users do not see this terminal.
     remote_message: str = field(default="", compare=False)
     is_consequence: bool = field(default=False, compare=False)  # of what happened on another host
-    time: float = field(default=0.0, compare=False)  # of the failure, by `boot_seconds`
-    step: int | None = field(default=None, compare=False)  # that failed, from 1; None: no step did
+    time: float = field(default=0.0, compare=False)  # when it failed, by `boot_seconds`
+    step: int | None = field(default=None, compare=False)  # failed step, from 1, or None
     reached: int = field(default=0, compare=False)  # the last step that began here
     # Ranks waited in vain and one made no progress, but something else may be the cause.
     is_guess: bool = field(default=False, compare=False)
-    # Hosts went or came, and those that are present form the next world.
+    # Hosts left or joined, and those that are present form the next world.
     goes_on: bool = field(default=False, compare=False)
-    is_sent_away: bool = field(default=False, compare=False)  # this host alone: the others go on
-    made_step: bool = field(default=True, compare=False)  # in this attempt, as far as known
+    is_sent_away: bool = field(default=False, compare=False)  # only this host ends
+    made_step: bool = field(default=True, compare=False)  # a step was completed in this attempt
 
     @property
     def knows_cause(self) -> bool:
@@ -231,13 +231,14 @@ class Outcome:
 
 
 def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
-    """Decides how the run ended, from what this host's ranks left behind.
+    """Decides how the run ended, from the files that this host's ranks left behind.
 
     Args:
-        launcher_code: exit code of Paddle's launcher, 0 without it; used only if no rank failed.
+        launcher_code: exit code of Paddle's launcher, 0 without the launcher; used only if no rank
+            failed.
         stopped: the signal that fleetrun received, or None.
     """
-    # No rank is left: one without an exit code was killed.
+    # No rank is running any more: a rank without an exit code was killed.
     ends = [
         replace(end, process_code=-signal.SIGKILL) if end.process_code is None else end
         for end in read_ends(attempt.folder)
@@ -260,34 +261,34 @@ def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
 
 
 def made_step(ends: Sequence[RankEnd], trains: bool) -> bool:
-    """Returns True if a rank made a step in this attempt, or may have made one.
+    """Returns True if a rank completed a step in this attempt, or may have done so.
 
-    Only `ppdist train` writes heartbeats, so of another script it is never certain.
+    Only `ppdist train` writes heartbeats, so with another script this is never certain.
 
-    Args: trains: the script is `ppdist train`, which writes heartbeats before its first step, and
-        may load for long.
+    Args: trains: the script is `ppdist train`, which writes heartbeats before its first step and
+        may take long to load.
     """
     return any(not end.made_no_step and (end.reading is not None or not trains) for end in ends)
 
 
 def make_failure(message: str) -> Outcome:
-    """Makes the outcome of a failure that no rank of this host reported."""
+    """Builds the outcome for a failure that no rank of this host reported."""
     return Outcome(1, message, remote_message=message, time=boot_seconds())
 
 
 def make_start_failure(attempt: Attempt, problem: str) -> Outcome:
-    """Makes the outcome of a failure whose reason ends the launcher's log."""
+    """Builds the outcome for a failure whose reason is at the end of the launcher's log."""
     return make_failure(f"{problem}:\n{_tail(attempt.launcher_log)}")
 
 
 def make_early_stop(number: int, event: str) -> Outcome:
-    """Makes the outcome of a signal before the first step: nothing is lost."""
+    """Builds the outcome for a signal that came before the first step: nothing is lost."""
     message = f"stopped by {signal.Signals(number).name} before {event}: it wrote no checkpoint"
     return Outcome(STOPPED, message, number)
 
 
 def find_first_cause(attempt: Attempt, ends: Sequence[RankEnd]) -> Outcome | None:
-    """Finds the failure that ends the run while ranks still run; None: no rank failed by itself."""
+    """Finds the failure that ends a run whose ranks still run; None if no rank failed by itself."""
     causes = [end for end in ends if end.failed and not end.waited_for_peer]
     return _judge_failures(attempt, ends, causes, None) if causes else None
 
@@ -295,7 +296,7 @@ def find_first_cause(attempt: Attempt, ends: Sequence[RankEnd]) -> Outcome | Non
 def _judge_failures(
     attempt: Attempt, ends: Sequence[RankEnd], failed: Sequence[RankEnd], stopped: int | None
 ) -> Outcome:
-    """Makes the outcome of ranks that failed: finds the first, and words the message.
+    """Builds the outcome for ranks that failed: finds the first one, and writes the message.
 
     Args: failed: the failed ones among `ends`, at least one.
     """
@@ -339,9 +340,9 @@ def _make_outcome(
 
 
 def _describe_failure(attempt: Attempt, first: RankEnd, on_terminal: bool) -> str:
-    """Words the message about the rank that failed first.
+    """Writes the message about the rank that failed first.
 
-    Args: on_terminal: for this terminal, on which local rank 0 has written already.
+    Args: on_terminal: the message is for this terminal, on which local rank 0 has already written.
     """
     output = _last_output(attempt, first, on_terminal)
     place = ("below" if output else "above") if on_terminal else "on the terminal there"
@@ -364,7 +365,7 @@ def _last_output(attempt: Attempt, end: RankEnd, on_terminal: bool) -> str:
 
 
 def _tail(path: Path, offset: int = 0) -> str:
-    """Reads the last lines of a log from `offset` on, from the first traceback if there is one."""
+    """Reads a log's last lines after `offset`; from the first traceback on, if there is one."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""Paddle's launcher, which here hears only the first signal.
+"""Paddle's launcher, changed so that it reacts only to the first signal.
 
-Schedulers send a signal to all processes of a job, so that the launcher gets it from them and from
-fleetrun, and the ranks would lose their grace.  Here it listens to the first signal only; fleetrun
-ends it otherwise where that is wanted.
+Schedulers send a signal to all processes of a job, so the launcher gets it both from them and from
+fleetrun; at the second one it would cut short the ranks' grace period.  Here it reacts to the first
+signal only; fleetrun ends it in another way if necessary.
 
     python paddle_launcher.py ARGUMENTS   as python -m paddle.distributed.launch ARGUMENTS
 """
@@ -19,7 +19,7 @@ _heard: list[int] = []
 
 
 def install_once(number: int, handler: Any) -> Any:
-    """Replaces signal.signal: the handlers are called for the first of all signals only."""
+    """Replaces signal.signal: handlers are called only for the first signal of any kind."""
     if not callable(handler):
         return _install(number, handler)
 
@@ -32,7 +32,7 @@ def install_once(number: int, handler: Any) -> Any:
 
 
 if __name__ == "__main__":
-    # As with -m: modules beside this file must not hide others.
+    # As with -m: modules in this file's folder must not hide others.
     folder = Path(__file__).resolve().parent
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != folder]
     signal.signal = install_once  # type: ignore[assignment]
