@@ -3,19 +3,19 @@
     hub          the first host of --ips, always: it listens, compares and decides who trains
     caller       every other host, which calls the hub
 
-Hosts that train together are a world.  The first world needs all hosts of --ips.  Where one ends
-because a host was lost, left or came back, those that are there form the next; with --min_hosts
-fewer may.  As there is one hub, two worlds never train at once.
+Hosts that train together are a world.  The first world needs all hosts of --ips.  Where a world
+ends because a host was lost, left or came back, the hosts that are present form the next one; with
+--min_hosts, fewer hosts may do so.  As there is one hub, two worlds never train at once.
 
-So instead of ranks that wait for ever or train different things, every host prints one message.
-Before the first steps every host listens and calls another, the hub the second one: where --ips
-begin with different hosts, the host that is called says so.
+Without this step ranks could wait for ever or train different things; instead every host prints one
+message.  Before the first steps every host listens and calls another host (the hub calls the second
+one): where --ips begins with different hosts, the host that is called reports it.
 
 Each host sends its own address: names in --ips may resolve late, or to another address elsewhere.
 The hub sends everybody's address to all.
 
-A token that the user may give tells the hosts of a job from strangers (connection.py).  Without one
-nothing is promised against strangers (docs/security.md).
+A token that the user may give tells the hosts of a job from strangers (connection.py).  Without a
+token there is no protection against strangers (docs/security.md).
 """
 
 import contextlib
@@ -51,17 +51,17 @@ from ppdist.launch.signals import Stopped, is_notice
 
 _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 10.0  # between two lines that say who is missing
-_LOOK_UP_SECONDS = 5.0  # between two questions for the address behind a name
+_LOOK_UP_SECONDS = 5.0  # between two lookups of a name's address
 _CALL_SECONDS = 1.0  # between two calls of the hub
 _BEAT_SECONDS = 5.0  # between two signs of life of a host that waits
 _HANDSHAKE_SECONDS = 10.0  # for the first message of the other end, after the call is taken
 _TIMEOUT_SECONDS = 60.0
 _RETURN_SECONDS = 10.0  # in which hosts of the last world call again
 _CALLERS = 64  # connections from unknown addresses without a handshake
-_OTHER_FILES = 64  # that fleetrun holds open, apart from connections
-_MOST_REFUSED = 20  # lines about refused callers
-_COMINGS = 3  # times that a host comes and goes without a step before it is held off
-_HOLD_SECONDS, _LONGEST_HOLD = 30.0, 3600.0  # at first, then twice as long each time
+_OTHER_FILES = 64  # files that fleetrun holds open, apart from connections
+_MOST_REFUSED = 20  # most lines about refused callers
+_COMINGS = 3  # times that a host may join and leave without a step before it is held off
+_HOLD_SECONDS, _LONGEST_HOLD = 30.0, 3600.0  # first wait, doubled each time; longest wait
 _NOT_CALLED = "not called yet: is fleetrun started there, with the same --ips in the same order?"
 _TAKEN = (
     "another fleetrun is this host already; where it was started twice, or --host is wrong on one "
@@ -83,20 +83,21 @@ def rendezvous(
 ) -> ControlChannel:
     """Waits for the hosts of the next world and connects them.
 
-    For a restart they meet again.  A host that was lost and is started again joins them: it takes
-    over from the others the number of restarts and the steps to skip.
+    Before a restart the hosts meet again.  A host that was lost and is started again joins them,
+    and adopts the number of restarts and the steps to skip from the others.
 
     Args:
-        port: that of the hub.
+        port: port of the hub.
         seconds: the timeout.
         say: prints a line for the user.
-        received: signals so far; one ends the waiting.
-        token: that of the job; hosts that do not know it are refused.
-        resolve: returns the present address of a name in --ips, or None.
-        hub: that of the job, on its first host.
-        compare: the command that writes this host's digests into the file that is its last word,
-            asked for by a hub whose job has trained without this fleetrun; (): there is none.
-    Raises: LaunchError: a host does not come in time, or was started with something else.  Stopped.
+        received: signals so far; any of them ends the wait.
+        token: token of the job; hosts that do not know it are refused.
+        resolve: returns the current address of a name in --ips, or None.
+        hub: hub of the job, on its first host. compare: the command that writes this host's digests
+        into the file named by its last argument; it runs if the hub asks for them, because the job
+        has trained without this fleetrun; (): there is none.
+    Raises: LaunchError: a host does not come in time, or was started with another command.
+        Stopped: a signal.
     """
     if hub is not None:
         return hub.gather(local, seconds, received)
@@ -127,7 +128,7 @@ class Hub:
     """The first host of --ips: it listens, compares and decides who trains.
 
     It listens for as long as the job lives.  A host that calls while others train stays connected,
-    and is taken into the next world.  Hosts are counted by their place in --ips.
+    and joins the next world.  Hosts are numbered by their position in --ips.
     """
 
     def __init__(
@@ -140,7 +141,8 @@ class Hub:
     ) -> None:
         """Opens the port of the hub.
 
-        Args: digests: returns the digests of what the job trains with, by part; None: not known.
+        Args: digests: returns the digests of the code and data the job trains with, by part; None
+            if unknown.
         Raises: LaunchError: the port is in use, or too few files may be open.
         """
         allow_files(len(local.hosts) + _CALLERS + _OTHER_FILES)
@@ -149,32 +151,32 @@ class Hub:
         self._callers: list[Connection] = []  # without a handshake so far
         self._guests: dict[int, _Guest] = {}
         self._world: dict[int, _Guest] = {}  # the other hosts that train now
-        self._returning: frozenset[int] = frozenset()  # of the last world, that call again
-        self._lost: frozenset[int] = frozenset()  # of the last world, or of one before this hub
-        self._turned_away: frozenset[int] = frozenset()  # of the last world
+        self._returning: frozenset[int] = frozenset()  # hosts of the last world that call again
+        self._lost: frozenset[int] = frozenset()  # lost in the last world, or before this hub
+        self._turned_away: frozenset[int] = frozenset()  # by the last world
         self._attempt, self._changes, self._skip = 0, 0, set[int]()
         self._tried: dict[int, str] = {}  # the result of a host's last call
         self._refused: set[str] = set()  # lines printed about refused callers
-        self._told_at = 0.0  # when guests were last told why they wait
-        self._begun = False  # a first world
-        self._second: Connection | None = None  # to the second host, see `_ask_second`
+        self._told_at = 0.0  # when guests were last sent the reason why they wait
+        self._begun = False  # whether the first world has begun
+        self._second: Connection | None = None  # connection to the second host, see `_ask_second`
         self._digests = digests
-        self._invited: frozenset[int] = frozenset()  # to take these in the last world has ended
-        self._comings: Counter[int] = Counter()  # times that a host came and made no step
-        self._held: dict[int, float] = {}  # the time until which a host is not taken in
+        self._invited: frozenset[int] = frozenset()  # hosts for which the last world has ended
+        self._comings: Counter[int] = Counter()  # times that a host joined without a step
+        self._held: dict[int, float] = {}  # the time until which a host may not join
 
     def gather(
         self, local: Handshake, seconds: float, received: Sequence[int] = ()
     ) -> ControlChannel:
-        """Waits until a world may begin, and begins it.  Arguments as `rendezvous`."""
+        """Waits until a world may begin, and begins it.  Takes the arguments of `rendezvous`."""
         self._local = local
         self._attempt, self._changes = local.attempt, local.changes
         self._skip |= {*local.skip}
         begin = reported = time.monotonic()
-        enough_since: float | None = None  # since when enough hosts are connected
+        enough_since: float | None = None  # since when enough hosts have been connected
         while True:
             if received:
-                # At the very start the user is typing the command again, so the other hosts go on
+                # At the very start the user will type the command again, so the other hosts go on
                 # waiting.
                 if self._attempt:
                     self._tell_guests({"type": "stopped"})
@@ -206,19 +208,19 @@ class Hub:
         self._handle_calls()
         if time.monotonic() - self._told_at > _REPORT_SECONDS:
             self._told_at = time.monotonic()
-            # The other guests have been told what keeps them out.
+            # The other guests have been sent the reason why they cannot join.
             for guest in self._ready_guests().values():
                 guest.connection.send({"type": "waiting", "text": _LATER})
 
     def waiting(self) -> list[str]:
-        """Lists the hosts that wait to be taken in, as typed or by address."""
+        """Lists the hosts that wait to join, as typed or by address."""
         names = self._local.names or self._local.hosts
         return [names[place] for place in sorted(self._ready_guests())]
 
     def newcomers(self) -> list[str]:
         """Lists the addresses of training hosts whose fleetrun has not trained in this job before.
 
-        This one is among them where it has come back to hosts that waited for it.
+        This host is among them if it has come back to hosts that waited for it.
         """
         trained = self._attempt > 0
         handshakes = [self._local, *(guest.handshake for guest in self._world.values())]
@@ -229,8 +231,8 @@ class Hub:
     ) -> None:
         """Ends the world: its hosts stop, and those that stay call again.
 
-        Args: lost, left, turned_away: addresses of hosts that vanished, that took leave, that are
-            sent away.
+        Args: lost, left, turned_away: addresses of hosts that vanished, that left by themselves,
+            and that are sent away.
         """
         of_place = {place: guest.handshake.host for place, guest in self._world.items()}
         self._lost = frozenset(place for place, host in of_place.items() if host in lost)
@@ -243,9 +245,9 @@ class Hub:
         self._world = {}
 
     def count_comings(self, stepped: bool) -> None:
-        """Counts how often hosts come and go without a step, and holds such hosts off.
+        """Counts how often hosts join and leave without a step, and holds such hosts off.
 
-        Args: stepped: the world that has just ended made a step.
+        Args: stepped: the world that has just ended completed a step.
         """
         if stepped:
             for place in self._returning | self._lost:
@@ -257,12 +259,12 @@ class Hub:
     def close(self, stopped: bool = False, is_sent_away: bool = False) -> None:
         """Closes all connections, at the end of the job.
 
-        Hosts that wait are told so, but not at the very start: then the user types the command
+        Hosts that wait are notified, except at the very start, when the user will type the command
         again.
 
         Args:
-            stopped: a signal stopped the job; hosts that wait to be taken in stop as well.
-            is_sent_away: this host ends alone, and the others wait for its return.
+            stopped: a signal stopped the job; hosts that wait to join stop as well.
+            is_sent_away: only this host ends, and the others wait for its return.
         """
         if self._begun and not is_sent_away:
             self._tell_guests({"type": "stopped" if stopped else "over"})
@@ -285,7 +287,7 @@ class Hub:
     def _explain_wait(self, waited: float) -> str:
         """Explains which further hosts may come; "" if none is waited for.
 
-        Args: waited: seconds since enough hosts are connected.
+        Args: waited: seconds for which enough hosts have been connected.
         """
         places = self._ready_guests().keys()
         if waited < _RETURN_SECONDS and (self._returning | self._invited) - places:
@@ -296,17 +298,17 @@ class Hub:
         return ""
 
     def _ready_guests(self) -> dict[int, _Guest]:
-        """Returns the guests that may train, by their place and in its order."""
+        """Returns the guests that may train, by position in --ips, in that order."""
         proven = {place: guest for place, guest in sorted(self._guests.items()) if guest.proven}
         free = {place: guest for place, guest in proven.items() if not self._is_held(place)}
-        # With too few free hosts nobody trains, so one that comes and goes disturbs nobody.
+        # With too few free hosts nobody trains, so a host that comes and goes disturbs nobody.
         return free if self._world or 1 + len(free) >= self._local.min_hosts else proven
 
     def _is_held(self, place: int) -> bool:
         return self._held.get(place, 0.0) > time.monotonic()
 
     def _hold_off(self, place: int) -> None:
-        """Counts that a host came and went without a step; after several times it has to wait."""
+        """Counts that a host joined and left without a step; after several times it has to wait."""
         self._comings[place] += 1
         excess = self._comings[place] - _COMINGS
         if excess >= 0:
@@ -342,7 +344,7 @@ class Hub:
         return _make_channel(local, begin, peers, self._say, self)
 
     def _describe_missing(self, quorum: str) -> str:
-        """Says which hosts are missing, and what came of their calls."""
+        """Describes which hosts are missing, and how their calls ended."""
         connected, names = {self._local.place, *self._ready_guests()}, self._local.hosts
         hosts_by_reason: dict[str, list[str]] = {}
         for place in range(len(names)):
@@ -357,12 +359,12 @@ class Hub:
         text = f"still waiting for {missing} of {len(names)} hosts on port {self._port}: {calls}"
         return f"{text}; {quorum}" if self._local.is_elastic else text
 
-    # Another host may take itself, or a third one, for the hub.
+    # Another host may regard itself, or a third host, as the hub.
 
     def _ask_second(self) -> None:
-        """Calls the second host before the first steps: it knows if its hub is this host, too.
+        """Calls the second host before the first steps, to check that its hub is also this host.
 
-        Raises: LaunchError: it is not.
+        Raises: LaunchError: the second host has another hub.
         """
         if self._begun or self._attempt or 1 in self._guests:
             return self._close_second_call()
@@ -408,7 +410,7 @@ class Hub:
             for _ in range(_CALLERS):
                 self._callers.append(Connection(self._listener.accept()[0], self._token))
         hosts = set(self._local.hosts)
-        # A host calls again every second, so of its connections the newest are the living ones.
+        # A host calls again every second, so only its newest connections are alive.
         expected = [caller for caller in self._callers if caller.peer in hosts]
         strangers = [caller for caller in self._callers if caller.peer not in hosts]
         for caller in (*expected[: -_CALLERS - len(hosts)], *strangers[:-_CALLERS]):
@@ -434,7 +436,7 @@ class Hub:
                 self._tried[self._local.hosts.index(caller.peer)] = problem
 
     def _admit(self, caller: Connection, message: Message) -> int | None:
-        """Admits a caller as a guest; returns its place, or None if it is sent away.
+        """Admits a caller as a guest; returns its position in --ips, or None if it is sent away.
 
         Raises: LaunchError: it belongs to this run, and was started with another command.
         """
@@ -464,12 +466,12 @@ class Hub:
         begun = bool(self._world or self._attempt) and not remote.attempt
         proven = not (begun and local.is_elastic and self._digests())
         self._guests[remote.place] = _Guest(caller, remote, proven)
-        # While others train its counts are old: it has missed worlds.
+        # If others are training, this host's counts are out of date: it has missed worlds.
         if not self._world:
             self._attempt = max(self._attempt, remote.attempt)
             self._changes = max(self._changes, remote.changes)
             self._skip |= set(remote.skip)
-            # This hub has been restarted, and takes all hosts of the job for lost until they call.
+            # This hub has been restarted, and regards all hosts of the job as lost until they call.
             if not self._local.attempt and remote.attempt:
                 self._lost = frozenset(range(1, len(local.hosts)))
         caller.send({"type": "joined"})
@@ -486,14 +488,14 @@ class Hub:
     ) -> None:
         """Refuses a host that was started with another command.
 
-        Raises: LaunchError: no step was made yet, so the command is wrong somewhere; or this hub
-            has come back with another command than that of hosts that wait for it.
+        Raises: LaunchError: no step was completed yet, so one of the commands is wrong; or this hub
+            has come back with a different command from that of the hosts that wait for it.
         """
         lines = "\n".join(mismatches)
-        # Without a token a stranger may claim this, and must not end the run.
+        # Without a token a stranger may send this, and must not end the run.
         is_trusted = self._token or caller.peer == remote.host
         if is_trusted and remote.attempt and not self._attempt:
-            # It goes on waiting, and trains once this host runs the right command.
+            # The guest goes on waiting, and trains once this host runs the right command.
             caller.close()
             message = (
                 f"host {remote.host} waits for this one, which was started differently.\n{lines}"
@@ -516,9 +518,9 @@ class Hub:
             self._compare_digests(self._guests[place], message.get("digests"))
 
     def _compare_digests(self, guest: _Guest, remote: Any) -> None:
-        """Refuses a host that holds other code or data than the others; only that host ends.
+        """Refuses a host whose code or data differ from the others'; only that host ends.
 
-        Args: remote: its digests, by part; a script without digests sends {}.
+        Args: remote: digests of that host, by part; a script without digests sends {}.
         """
         local = self._digests() or {}
         if not isinstance(remote, dict):
@@ -570,27 +572,27 @@ class _Caller:
         self._child: child.Process | None = None  # runs the digest command
         self._local, self._port, self._say, self._token = local, port, say, token
         self._resolve, self._looked_up = resolve, 0.0
-        self._hub = local.hosts[0]  # its address, as far as known
+        self._hub = local.hosts[0]  # address of the hub, as far as known
         self._connection: Connection | None = None
         self._called = self._beat = 0.0
         self._joined = False
         self._tried, self._last_text = "no answer yet", ""
         self._listener: socket.socket | None = None
-        self._callers: list[Connection] = []  # that may take this host for the hub
-        self._answered: set[str] = set()  # lines printed about them
+        self._callers: list[Connection] = []  # hosts that may regard this host as the hub
+        self._answered: set[str] = set()  # lines printed about these callers
         if not local.attempt:
             # The port may be in use here, or the address not local: then no host is answered.
             with contextlib.suppress(OSError):
                 self._listener = open_listener(local.host, port)
 
     def wait(self, seconds: float, received: Sequence[int]) -> ControlChannel:
-        """Calls the hub until it begins a world.  Arguments as `rendezvous`."""
+        """Calls the hub until it begins a world.  Takes the arguments of `rendezvous`."""
         begin = since = reported = time.monotonic()
         while True:
             if received:
                 self._leave_and_stop(received)
             connection = self._connection or self._call_hub()
-            if connection is None or connection.closed is not None:  # there is no way to the hub
+            if connection is None or connection.closed is not None:  # not connected to the hub
                 time.sleep(_POLL_SECONDS)
             else:
                 calling = [connection] if connection.connecting else []
@@ -604,7 +606,7 @@ class _Caller:
             self._send_digests()
             self._answer_calls()
             now = time.monotonic()
-            # From here on the hub watches the timeout.
+            # From now on the hub enforces the timeout.
             if self._joined:
                 since = now
                 continue
@@ -619,7 +621,7 @@ class _Caller:
                 self._say(f"{text} ({now - begin:.0f} s)")
 
     def _answer_calls(self) -> None:
-        """Refuses hosts whose --ips begin with another one; of others the hub decides."""
+        """Refuses hosts whose --ips begins with another host; the hub decides about the others."""
         if self._listener is None:
             return
         local = self._local
@@ -628,7 +630,7 @@ class _Caller:
         for caller in list(self._callers):
             messages = caller.receive()
             remote = read_handshake(messages[0]) if messages else None
-            # A host of another run may have the address that a name in --ips had before.
+            # A host of another run may now have the address that a name in --ips had before.
             if remote is not None and remote.host in local.hosts and not local.has_same_hub(remote):
                 mismatches = "\n".join(differences(local, remote))
                 _send_refusal(
@@ -658,7 +660,8 @@ class _Caller:
     def _leave_and_stop(self, received: Sequence[int]) -> NoReturn:
         """Raises Stopped; before a restart it stops the other hosts as well.
 
-        At the very start they keep waiting, as the user types the command again.
+        At the very start the other hosts keep waiting, because the user will type the command
+        again.
         """
         if self._connection is not None and self._joined:
             if self._local.is_elastic and is_notice(received):
@@ -668,7 +671,7 @@ class _Caller:
         raise Stopped
 
     def _call_hub(self) -> Connection | None:
-        """Opens a new connection to the hub; None: the last call was just now."""
+        """Opens a new connection to the hub; returns None if the last call was only just made."""
         now = time.monotonic()
         if now - self._called < _CALL_SECONDS:
             return None
@@ -694,7 +697,7 @@ class _Caller:
             self._connection, self._joined, self._tried = None, False, problem
 
     def _handle_message(self, connection: Connection, message: Message) -> ControlChannel | None:
-        """Handles a message of the hub; returns the channel once a world begins with this host.
+        """Handles a message from the hub; returns the channel once a world with this host begins.
 
         Raises: LaunchError.  Stopped.
         """
@@ -704,7 +707,7 @@ class _Caller:
         elif kind == "prove":
             self._start_digests(connection)
         elif kind == "taken":
-            # The other fleetrun may be this host before its power was lost, so it calls again.
+            # The other fleetrun may be that of this host before a power failure, so it calls again.
             connection.close(_TAKEN)
         elif kind == "waiting" and text != self._last_text:
             self._last_text = text
@@ -724,7 +727,7 @@ class _Caller:
                 raise Failure(LaunchError.kind, code, text).error()
             if not self._local.has_names:
                 raise LaunchError(text, code="host_refused")
-            # A name may have the address that is another run's hub by now, so it calls again.
+            # The name's address may by now belong to the hub of another run, so it calls again.
             connection.close(text)
         elif kind == "begin" and self._joined:
             hosts = read_words(message, "hosts") or ()
@@ -735,8 +738,9 @@ class _Caller:
         return None
 
     def _start_digests(self, connection: Connection) -> None:
-        """Starts to compute what this host would train with."""
-        # Another script has no digests: its ranks compare themselves as they start.
+        """Starts to compute the digests of the code and data this host would train with."""
+        # A script other than `ppdist train` has no digests: its ranks compare themselves at the
+        # start.
         if not self._digest_command:
             connection.send({"type": "digests", "digests": {}})
         elif self._child is None:
@@ -746,7 +750,7 @@ class _Caller:
     def _send_digests(self) -> None:
         """Sends the digests of this host once they are computed.
 
-        Raises: LaunchError: this host cannot read what it would train with.
+        Raises: LaunchError: this host cannot read the code or data it would train with.
         """
         if self._child is None or self._child.poll() is None:
             return
@@ -764,7 +768,7 @@ class _Caller:
 
 
 def _describe_world(hosts: Sequence[str], local: Handshake) -> str:
-    """Says which hosts are connected: `2 of 3 hosts are connected, without 10.0.0.3`."""
+    """Describes which hosts are connected: `2 of 3 hosts are connected, without 10.0.0.3`."""
     count, total = len(hosts), len(local.hosts)
     if count == total:
         return f"all {count} hosts are connected"
@@ -779,7 +783,7 @@ def _make_channel(
     say: Callable[[str], None],
     hub: Hub | None = None,
 ) -> ControlChannel:
-    """Makes the channel of a world from the message with which the hub begins it."""
+    """Builds the channel of a world from the message with which the hub begins the world."""
     return ControlChannel(
         local.host,
         read_words(begin, "hosts") or (),
@@ -795,7 +799,7 @@ def _make_channel(
 
 
 def _send_refusal(caller: Connection, text: str, code: str = "host_refused") -> None:
-    """Tells a caller why it is refused, and closes the connection."""
+    """Sends a caller the reason why it is refused, and closes the connection."""
     caller.send({"type": "refused", "text": text, "code": code})
     caller.close()
 
@@ -803,9 +807,9 @@ def _send_refusal(caller: Connection, text: str, code: str = "host_refused") -> 
 def _listen(local: Handshake, port: int) -> socket.socket:
     """Opens the port that the other hosts call.
 
-    Raises: LaunchError: it is in use.
+    Raises: LaunchError: the port is in use.
     """
-    # An address of --host may be one that only other hosts see.
+    # The address in --host may be one that only other hosts can reach.
     for address in (local.host, ""):
         try:
             return open_listener(address, port)

@@ -11,21 +11,21 @@ from contextlib import contextmanager
 
 from ppdist.common.signals import INTERRUPTED
 
-# A scheduler's notices that this host will be taken away.
+# Signals by which schedulers announce that this host will be taken away.
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _SAME_REQUEST_SECONDS = 1.0  # systemd sends SIGTERM and SIGHUP, a closed terminal SIGHUP twice
 
 
 class Stopped(Exception):
-    """Raised when a signal ends the waiting for other hosts."""
+    """The exception raised when a signal ends the wait for other hosts."""
 
 
 @contextmanager
 def collect_signals() -> Iterator[list[int]]:
     """Yields the list of stop requests so far.
 
-    Signals within a second of a request are the same one.  SIGHUP that was ignored before
-    (nohup) stays ignored.
+    A signal within a second of a request counts as the same request.  If SIGHUP was already ignored
+    (nohup), it stays ignored.
     """
     received: list[int] = []
     last_request = -_SAME_REQUEST_SECONDS
@@ -49,12 +49,12 @@ def collect_signals() -> Iterator[list[int]]:
 
 
 def is_notice(received: Sequence[int]) -> bool:
-    """Returns True if the signal announces the loss of this host only, not the end of the run."""
+    """Returns True if the signal announces only the loss of this host, not the end of the run."""
     return bool(received) and received[0] in NOTICES
 
 
 def must_kill(received: Sequence[int]) -> bool:
-    """Returns True if a second request came: the ranks are killed."""
+    """Returns True if a second request came, after which the ranks are killed."""
     return len(received) > 1
 
 

@@ -1,9 +1,9 @@
 """Supervisor of this host's ranks: starts, watches and ends all processes.
 
 fleetrun starts a worker (worker.py) for each rank itself.  Paddle's launcher, which would load all
-of Paddle first, does it only where something is asked for that it alone can do, as with --master;
-it forgets who failed first, and when it is killed its workers are orphaned.  So fleetrun
-looks by itself, five times a second, and ends the peers of the first failure.
+of Paddle first, is used only for features that it alone has, such as --master; it does not record
+which rank failed first, and when it is killed its workers are orphaned.  So fleetrun itself polls
+five times a second, and ends the peers of the rank that failed first.
 
 Whatever an attempt starts has the attempt's own folder in its environment.  So a process
 is found even after its parent and its process group are gone, and none outlives the attempt.
@@ -48,12 +48,12 @@ from ppdist.launch.signals import exit_code_of_kill, must_kill
 from ppdist.launch.topology import LaunchPlan
 from ppdist.launch.watchdog import Watch
 
-_POLL_SECONDS = 0.2  # one poll takes half a millisecond of a core that computes
-_PEER_SECONDS = 3.0  # in which ranks that have lost one can say so by themselves
+_POLL_SECONDS = 0.2  # one poll takes 0.5 ms on a core that is also computing
+_PEER_SECONDS = 3.0  # in which ranks that have lost a peer can report it by themselves
 _TERM_SECONDS = 1.0  # before ranks get SIGTERM
-_KILL_SECONDS = 10.0  # a killed process that waits for a dead disk may take for ever to end
+_KILL_SECONDS = 10.0  # a killed process that waits for a dead disk may never end
 _KILL_POLL_SECONDS = 0.02
-_RESERVED_BYTES = 16 * 1024  # of a rank: its reports, heartbeat, stacks, in pages
+_RESERVED_BYTES = 16 * 1024  # per rank: its reports, heartbeat and stacks, in pages
 _PATH_LIMIT = 100  # a socket's path holds at most 108 bytes
 
 
@@ -67,15 +67,16 @@ def run_job(
 ) -> Outcome:
     """Runs this host's ranks to their end; leaves no process.
 
-    With a channel to other hosts it waits for theirs as well, and all hosts end alike.
+    With a channel to other hosts it also waits for their ranks, and all hosts end with the same
+    outcome.
 
     The output of the ranks goes to options.log_dir.
 
     Args:
-        folder: private and new, for this attempt alone.
-        restarts: how often the job was restarted.
+        folder: a new private folder, for this attempt only.
+        restarts: number of restarts of the job so far.
         received: requests to stop (see `collect_signals`); those for a single rank are added.
-    Returns: the outcome; its message is empty where it was printed already.
+    Returns: the outcome; its message is empty if it was already printed.
     Raises: LaunchError: log_dir or the private folder cannot be written.
     """
     log_dir = Path(options.log_dir).absolute()
@@ -85,7 +86,7 @@ def run_job(
         raise LaunchError(
             f"{error.strerror}", code="folder_unwritable", where=f"--log_dir {options.log_dir}"
         ) from error
-    # Reports of an earlier job would be taken for this one's.
+    # Reports of an earlier job would be mistaken for those of this job.
     for rank in plan.ranks:
         (log_dir / f"rank-{rank['PADDLE_TRAINER_ID']}.json").unlink(missing_ok=True)
     python = [sys.executable, "-u"] if options.script.endswith(".py") else []
@@ -115,7 +116,7 @@ def run_job(
 
 
 def show_reports(folder: Path, log_dir: Path) -> None:
-    """Copies the ranks' reports of how they ended, with their error's code, beside the logs."""
+    """Copies the ranks' reports of how they ended, with their error codes, into the log folder."""
     for report in folder.glob("rank-*.json"):
         # A full disk must not hide how the job ended.
         with suppress(OSError):
@@ -140,15 +141,15 @@ class _Job:
         self._watch = Watch(attempt, channel is not None, say)
         self._channel, self._received = channel, received
         self._processes: list[child.Process] = []  # the workers by local rank, or the launcher
-        self._sigterm_sent = False  # to all ranks
+        self._sigterm_sent = False  # whether SIGTERM was sent to all ranks
         self._stop_sent = False
         self._left = False  # a rank has stopped by itself, and the others follow
-        self._ending: float | None = None  # when a rank failed, because of which all end
-        self._verdict: Outcome | None = None  # where it does not depend on how the ranks ended
+        self._ending: float | None = None  # when a rank failed, which ends all ranks
+        self._verdict: Outcome | None = None  # set if it does not depend on how ranks ended
         self.printed_message = ""
 
     def run(self) -> Outcome:
-        """Starts the ranks, waits until all have ended, and judges how."""
+        """Starts the ranks, waits until all have ended, and judges the outcome."""
         terminal = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with terminal, self._attempt.launcher_log.open("wb") as output:
             terminal.bind(str(self._folder / "terminal"))
@@ -171,18 +172,19 @@ class _Job:
         stopped = self._received[0] if self._received else None
         if self._channel is not None and stopped is None:
             stopped = self._channel.stopped_by
-        # Without Paddle's launcher the ranks alone decide.
+        # Without Paddle's launcher the outcome depends on the ranks alone.
         code = 0 if self._plan.ranks else self._processes[0].returncode
         return judge(self._attempt, code, stopped)
 
     def _start_processes(self, output: BinaryIO) -> None:
         """Starts all processes.
 
-        Args: output: log of Paddle's launcher, or of the workers until they have their own.
+        Args: output: log of Paddle's launcher, or of the workers until they open their own logs.
         """
         command, ranks = [sys.executable, worker.__file__], self._plan.ranks
         if not ranks:
-            # It writes the whole environment, secrets too, into its log directory: a private one.
+            # Paddle's launcher writes the whole environment, including secrets, into its log
+            # directory, so this is a private one.
             options = self._plan.paddle_options | {"--log_dir": str(self._folder / "paddle")}
             words = [word for option in options.items() for word in option]
             command = [sys.executable, paddle_launcher.__file__, *words, worker.__file__]
@@ -195,18 +197,19 @@ class _Job:
                     stderr=output,
                     env=environment | variables,
                     ends_by=signal.SIGTERM,
-                    # Schedulers send them to all processes of a job.  Ranks hear of them from
-                    # fleetrun, or once they listen; who asks one for stacks too early gets none.
+                    # Schedulers send these signals to all processes of a job.  Ranks learn of them
+                    # from fleetrun, or once they have handlers; a rank asked for its stacks too
+                    # early writes none.
                     ignored=(signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2),
                 )
             except OSError as error:
-                # For example the user's limit on processes is reached.
+                # For example, the user's limit on processes has been reached.
                 self._verdict = make_failure(f"a rank cannot be started: {error.strerror}")
                 return self._kill_all()
             self._processes.append(process)
 
     def _poll(self) -> None:
-        """Checks for everything that has happened since the last poll, and acts on it."""
+        """Checks for all events since the last poll, and acts on them."""
         others_stop = others_failed = others_wait = False
         if self._channel is not None:
             if not self._stop_sent:
@@ -269,13 +272,13 @@ class _Job:
                 say_end(cause)
                 if self._channel is not None:
                     self._channel.tell_failure(cause)
-            # The host that lost it may need a moment to notice, and may know more.
+            # The host whose rank was lost may need a moment to notice, and may know more.
             self._ending = self._ending or time.monotonic()
         elif any(end.exit_code == STOPPED for end in ends):
             self._left = True
 
     def _forward_stop(self, others_stop: bool) -> None:
-        """Passes a signal for one process on to all ranks."""
+        """Forwards a signal that one process received to all ranks."""
         if self._received:
             name = signal.Signals(self._received[0]).name
             say(f"got {name}: stopping all ranks after their step; a second signal kills them")
@@ -306,7 +309,7 @@ class _Job:
         """Kills all remaining processes of this attempt."""
         for process in self._processes:
             if process.poll() is None:
-                # Paddle's launcher has to die before its workers, whose end it would handle.
+                # Paddle's launcher has to die before its workers, or it would react to their end.
                 process.kill()
                 process.wait()
         unkillable = _kill_processes(self._folder)
@@ -316,7 +319,7 @@ class _Job:
 
 
 def _read_saved_step(job_folder: Path) -> int:
-    """Reads the step of this job's newest checkpoint on this host; 0: there is none.
+    """Reads the step of this job's newest checkpoint on this host; 0 if there is none.
 
     Args: job_folder: the folder of the job.
     """
@@ -328,15 +331,15 @@ def _read_ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
     """Reads which ranks of this host have ended, and how.
 
     Args:
-        by_themselves: no rank is being terminated.  Then one whose watcher (worker.py) is gone
-            without a report was killed, and its report is written here.
+        by_themselves: no rank is being terminated.  In this case a rank whose watcher (worker.py)
+            is gone without a report was killed, and its report is written here.
     """
     ends = read_ends(folder)
     lost = [
         end for end in ends if by_themselves and end.exit_code is None and not is_alive(end.pid)
     ]
     if lost:
-        # One of them may have reported meanwhile.
+        # One of these ranks may have reported meanwhile.
         ends = read_ends(folder)
         ends_by_rank = {end.rank: end for end in ends}
         for end in lost:
@@ -349,7 +352,7 @@ def _read_ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
 def _kill_processes(folder: Path) -> list[int]:
     """Kills all processes of the attempt and waits for them.
 
-    Returns: process ids of those that do not end.
+    Returns: ids of the processes that do not end.
     """
     deadline = time.monotonic() + _KILL_SECONDS
     while pids := worker.find_processes(folder):
@@ -364,9 +367,9 @@ def _kill_processes(folder: Path) -> list[int]:
 
 @contextmanager
 def private_files(folder: Path) -> Iterator[None]:
-    """Turns an error in writing to the private folder into one for the user.
+    """Converts an error in writing to the private folder into an error for the user.
 
-    Raises: LaunchError: what is written inside the block does not get there.
+    Raises: LaunchError: a write inside the block failed.
     """
     try:
         yield
@@ -380,7 +383,7 @@ def private_files(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """Makes a temporary folder of mode 700 whose path is short enough for a socket."""
+    """Creates a temporary folder with mode 700 whose path is short enough for a socket."""
     with private_files(Path(os.environ.get("TMPDIR", "/tmp"))):
         base = tempfile.gettempdir()
         if len(base) > _PATH_LIMIT - 30:
@@ -389,7 +392,7 @@ def private_folder() -> Iterator[Path]:
             prefix="ppdist-", dir=base, ignore_cleanup_errors=True
         )
     wanted = os.environ.get("TMPDIR", "")
-    # Python takes another folder without a word if it cannot write to TMPDIR.
+    # Python silently uses another folder if it cannot write to TMPDIR.
     if wanted and tempfile.gettempdir() != os.path.abspath(wanted):
         say(f"note: TMPDIR={wanted} is full or cannot be written; using {base}")
     with temporary as folder:

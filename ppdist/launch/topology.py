@@ -39,8 +39,8 @@ from ppdist.launch.network import (
 from ppdist.launch.options import KIND_VARIABLE, OPTION_VARIABLES, TOKEN_VARIABLES, Options
 from ppdist.launch.worker import CPU_VARIABLE
 
-LAUNCHER_VARIABLE = "PPDIST_LAUNCHER"  # by which a rank knows that ppdist's fleetrun started it
-# Set for the ranks by a fleetrun; inherited ones are those of a run around this one.
+LAUNCHER_VARIABLE = "PPDIST_LAUNCHER"  # tells a rank that ppdist's fleetrun started it
+# fleetrun sets these for its ranks; inherited values belong to an enclosing run.
 _OWN_VARIABLES = (
     EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, JOB_VARIABLE, MIN_HOSTS_VARIABLE, RESTART_VARIABLE,
     SKIP_STEP_VARIABLE, STARTED_VARIABLE,
@@ -53,7 +53,7 @@ def paddle_build() -> str:
         return "none"
     if installed_version("paddlepaddle-gpu"):
         return "gpu"
-    # Otherwise built by the user, or for another accelerator.
+    # Otherwise Paddle was built by the user, or for another accelerator.
     return "cpu" if installed_version("paddlepaddle") else "other"
 
 
@@ -70,8 +70,8 @@ class Machine:
     """A machine as a plan sees it: its cards, Paddle, cores and network."""
 
     cards: Sequence[Card]
-    build: str  # of Paddle, see `paddle_build`
-    cores: int  # that this process may use
+    build: str  # build of Paddle, see `paddle_build`
+    cores: int  # number of cores that this process may use
     network: Network = field(default_factory=Network)
 
 
@@ -85,26 +85,25 @@ class LaunchPlan:
     """The plan of a launch: how the processes of this host are started."""
 
     device: str  # cpu, gpu or another kind of card
-    processes: int  # on this host
-    environment: dict[str, str]  # of all of them
+    processes: int  # number of processes on this host
+    environment: dict[str, str]  # environment of all processes
     devices: tuple[
         dict[str, str], ...
     ]  # variables by which each rank finds its card; () for Paddle's
-    first_port: int  # of the first rank of each host; 0: Paddle's launcher chooses
-    launcher_options: dict[str, str]  # of Paddle's launcher on this host, where it is needed
-    hosts: tuple[str, ...]  # all, rank 0's first; empty where --master brings them together
-    host: str  # which of them this is; "" where --master has to find out
-    rendezvous_port: int | None  # of the first host, where the others call; None: no others
+    first_port: int  # port of the first rank of each host; 0: Paddle's launcher chooses it
+    launcher_options: dict[str, str]  # options of Paddle's launcher on this host, if it is needed
+    hosts: tuple[str, ...]  # all hosts, rank 0's first; empty with --master
+    host: str  # this host, one of `hosts`; "" if --master has to determine it
+    rendezvous_port: int | None  # port of the first host that the others call; None: no others
     description: str  # one line for the user
-    note: str  # the part of it about cards that are not used
-    gpus: tuple[str, ...] = ()  # by physical id, in the order of local ranks
+    note: str  # the part of the description about cards that are not used
+    gpus: tuple[str, ...] = ()  # physical ids, in the order of local ranks
 
     @property
     def ranks(self) -> tuple[dict[str, str], ...]:
-        """Returns the variables by which Paddle knows each rank; () with its launcher.
+        """Returns the variables that identify each rank to Paddle; () with Paddle's launcher.
 
-        Source: launch/controllers/collective.py of Paddle 3.3.1; tests compare it with what that
-        gives.
+        Source: launch/controllers/collective.py of Paddle 3.3.1; tests compare with its variables.
         """
         count, port = len(self.devices), self.first_port
         endpoints = [f"{host}:{port + local}" for host in self.hosts for local in range(count)]
@@ -132,7 +131,7 @@ class LaunchPlan:
 
     @property
     def paddle_options(self) -> dict[str, str]:
-        """Returns the options for Paddle's launcher except --log_dir; {} where it is not needed."""
+        """Returns the options for Paddle's launcher except --log_dir; {} if it is not needed."""
         return {} if self.devices else self.launcher_options
 
 
@@ -140,7 +139,7 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
     """Plans the launch on this host; starts nothing.
 
     Args:
-        environment: that of fleetrun itself.
+        environment: environment of fleetrun itself.
     Raises: LaunchError: the command does not fit this machine.
     """
     _check_paddle_and_script(options, machine)
@@ -157,7 +156,7 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
         for label in labels:
             index = label if visible is None else str(visible.index(label))
             card_variables = {f"FLAGS_selected_{device}s": index}
-            # Paddle itself is built for these two; a plug-in brings the other kinds.
+            # Paddle itself is built for these two kinds; plug-ins add the others.
             if device not in ("gpu", "xpu"):
                 card_variables |= {"PADDLE_DISTRI_BACKEND": "xccl", KIND_VARIABLE: device}
             cards.append(card_variables)
@@ -192,7 +191,8 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
         if not labels:
             variables[CPU_VARIABLE] = "1"
             if "CUDA_VISIBLE_DEVICES" in variables:
-                # Paddle's takes even an empty list for one of one card; the worker hides it.
+                # Paddle's launcher treats even an empty list as a list of one card; the worker
+                # hides the card.
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(processes)))
     else:
         launcher_options = {}
@@ -232,8 +232,8 @@ def _clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
         variables.pop(name, None)
     # Otherwise Paddle reports every connection that it opens.
     variables.setdefault("GLOG_minloglevel", "1")
-    # As Paddle's launcher does: by POD_NAME its auto-parallel knows that ranks were launched, and
-    # a proxy is reported to disturb NCCL.
+    # As Paddle's launcher does: POD_NAME tells its auto-parallel that ranks were launched, and a
+    # proxy is reported to disturb NCCL.
     variables.setdefault("POD_NAME", socket.gethostname())
     for name in ("http_proxy", "https_proxy"):
         if name in variables:
@@ -346,7 +346,8 @@ def _find_visible(
 ) -> tuple[str, list[str] | None]:
     """Finds the variable that hides cards, and the labels that it leaves visible.
 
-    None: the variable is not set, so only Paddle's plug-in could list the cards.
+    The labels are None if the variable is not set, so that only Paddle's plug-in could list the
+    cards.
     """
     if options.kind == "gpu":
         name = "CUDA_VISIBLE_DEVICES"
@@ -384,7 +385,7 @@ def _refuse_absent(
 
 
 def _cpu_command(options: Options, count: int, machine: Machine) -> str:
-    """Writes the same command for CPU processes."""
+    """Returns the same command for CPU processes, to suggest it."""
     hosts = ["--ips", options.ips] if options.ips else []
     command = ["fleetrun", *hosts, "--nproc_per_node", str(count), options.shown_script]
     text = shlex.join([*command, *options.script_arguments])
@@ -396,10 +397,10 @@ def _cpu_command(options: Options, count: int, machine: Machine) -> str:
 def _resolve_ips(
     options: Options, variables: dict[str, str], network: Network
 ) -> tuple[list[str], str]:
-    """Resolves the hosts and this one; sets the interface of gloo and NCCL."""
+    """Resolves the hosts, finds this one, and sets the interface of gloo and NCCL."""
     if options.ips is None:
         check_interfaces(variables, None, network)
-        # The name of a lone host need not resolve.  NCCL finds its way on one host by itself.
+        # The name of a lone host need not resolve.  On one host NCCL needs no interface setting.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return ["127.0.0.1"], "127.0.0.1"
     hosts = resolve_hosts(options.ips, network)
@@ -444,7 +445,7 @@ def _choose_interfaces(local_address: str, variables: dict[str, str], network: N
 def metrics_endpoint(options: Options, machine: Machine) -> tuple[str, int] | None:
     """Returns the address and port of --metrics_port; None without the option.
 
-    Raises: LaunchError: as `make_plan`, where the address is to be that of this host in --ips.
+    Raises: LaunchError: as in `make_plan`, if the address has to be that of this host in --ips.
     """
     if options.metrics_port is None:
         return None

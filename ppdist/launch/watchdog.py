@@ -2,9 +2,9 @@
 
 A rank writes what it does into its heartbeat (distributed/heartbeat.py); Linux shows whether it is
 stopped or waits for a disk.  A rank makes no progress when it is stopped, or has given no sign of
-life for longer than a step may take and waits for nobody, or when all of them wait.  It is named,
-and all ranks of the host write the stacks of their threads and are killed.  No checkpoint is lost
-by that: one needs all ranks.
+life for longer than a step may take and waits for nobody, or when all ranks wait.  That rank is
+named, and all ranks of the host write the stacks of their threads and are killed.  No checkpoint is
+lost, because saving one needs all ranks.
 
 When ranks fail first, here or on another host, because they waited in vain (gloo gives up after
 30 s), the rank that made no progress here by then is named as the cause.
@@ -31,8 +31,8 @@ from ppdist.launch import worker
 from ppdist.launch.outcome import WATCH_FILE, Attempt, Hang, describe_phase
 
 _LOOK_SECONDS = 0.5
-# If fleetrun itself was stopped or got no processor, so did the ranks: no more than this of a gap
-# between two looks counts.
+# If fleetrun itself was stopped or got no CPU time, so were the ranks: at most this much of a gap
+# between two checks counts.
 _GAP_SECONDS = 5.0
 _STEPS_KNOWN = 2
 _TIMES_P99 = 10.0
@@ -44,14 +44,14 @@ _STACKS_SECONDS = 2.0
 
 @dataclass
 class RankStatus:
-    """The status of a rank when it was last seen, by the watch's own clock."""
+    """The status of a rank at the last check, with times of the watch's own clock."""
 
     rank: int
     reading: Reading
     born: int  # start time of the process: its pid may be reused by a later one
     changed: float  # when it last gave a sign of life
-    state: str = "R"  # of the process, as in /proc/PID/stat
-    traced: bool = False  # by a debugger
+    state: str = "R"  # state of the process, as in /proc/PID/stat
+    traced: bool = False  # a debugger is attached
     stopped_at: float | None = None
 
     @property
@@ -69,24 +69,24 @@ class Watch:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepares the watch; `look` does the work.
+        """Prepares the watch; `look` performs the checks.
 
         Args:
-            several_hosts: ranks may wait for those of other hosts.
-            clock: returns seconds; setting the time of the host must not move it.
+            several_hosts: ranks may wait for ranks of other hosts.
+            clock: returns seconds; must not jump when the host's time is set.
         """
         self._folder, self._log_dir = attempt.folder, attempt.log_dir
         self._several_hosts, self._say = several_hosts, say
         self._clock = clock
         self._looked: float | None = None
-        self._now = 0.0  # of the watch's own clock, which stands still while this process does
+        self._now = 0.0  # time of the watch's own clock, which stops while this process is stopped
         self._ranks: dict[int, RankStatus] = {}
         self._step_seconds: deque[float] = deque(maxlen=1000)
         self._ended: set[int] = set()  # ranks whose exit code was examined
         self._ended_hung = False
 
     def look(self, others_wait: bool = False) -> None:
-        """Checks all ranks; blocks only while they write their stacks.
+        """Checks all ranks; blocks only while ranks write their stacks.
 
         Args: others_wait: ranks of another host failed because they waited in vain.
         """
@@ -95,8 +95,7 @@ class Watch:
         if self._looked is not None and gap < _LOOK_SECONDS and not others_wait:
             return
         self._looked = clock
-        # If fleetrun itself was stopped, so were the ranks: a long gap must not count as their
-        # hang.
+        # If fleetrun itself was stopped, so were the ranks: a long gap must not count as a hang.
         self._now += min(gap, _GAP_SECONDS)
         self._update_ranks()
         for log in self._collect_stacks("asked for by a signal"):
@@ -118,7 +117,7 @@ class Watch:
             self._end_hung(culprits, description, certain)
 
     def limit(self, status: RankStatus) -> float:
-        """Returns the time for which this rank may give no sign of life, in seconds."""
+        """Returns how long this rank may go without a sign of life, in seconds."""
         reading, usual = status.reading, self._usual_seconds()
         timeout = max(reading.timeout, reading.limit)
         if math.isinf(reading.limit):
@@ -131,7 +130,7 @@ class Watch:
         return max(reading.limit, _TIMES_P99 * usual)
 
     def _usual_seconds(self) -> float | None:
-        """Returns the 99th percentile of step times; None: too few steps."""
+        """Returns the 99th percentile of step times; None if there are too few steps."""
         if len(self._step_seconds) < _STEPS_KNOWN:
             return None
         ordered = sorted(self._step_seconds)
@@ -160,7 +159,7 @@ class Watch:
             stat = process_stat(reading.pid)
             seen = self._ranks.get(rank)
             if stat is None or not stat.is_alive or (seen and seen.born != stat.began):
-                # It has ended; outcome.py finds out how.
+                # The rank has ended; outcome.py determines how.
                 self._ranks.pop(rank, None)
                 continue
             if seen is None:
@@ -179,8 +178,8 @@ class Watch:
     def _end_hung(self, culprits: Sequence[RankStatus], description: str, certain: bool) -> None:
         """Records the hang, and kills the ranks.
 
-        Args: certain: nothing has failed yet, so all ranks are killed here; else supervisor.py ends
-            the ones that still progress.
+        Args: certain: nothing has failed yet, so all ranks are killed here; otherwise supervisor.py
+            ends the ranks that still make progress.
         """
         self._ended_hung = True
         since = boot_seconds() - max(self._now - status.changed for status in culprits)
@@ -208,16 +207,16 @@ class Watch:
         while missing and time.monotonic() < deadline:
             time.sleep(0.1)
             missing -= set(_find_stacks(self._folder))
-        # The file grows from the first line on, so the last rank may still be writing.
+        # The file is written line by line, so the last rank may still be writing.
         time.sleep(0.2)
         return ", ".join(self._collect_stacks(reason))
 
     def _collect_stacks(self, reason: str) -> list[str]:
-        """Moves the stacks that ranks have written to the logs; returns those files."""
+        """Moves the stacks that ranks have written to the log folder; returns those files."""
         files: list[str] = []
         for rank, path in _find_stacks(self._folder).items():
             text = path.read_text(encoding="utf-8", errors="replace")
-            # The rank keeps it open for appending, so it cannot be deleted.
+            # The rank keeps the file open for appending, so it cannot be deleted.
             os.truncate(path, 0)
             log = self._log_dir / f"stacks.{rank}"
             with contextlib.suppress(OSError), open_own(log, "a", encoding="utf-8") as file:
@@ -229,12 +228,12 @@ class Watch:
 def _find_hung(
     ranks: Sequence[RankStatus], limits: dict[int, float], now: float, several_hosts: bool
 ) -> tuple[Sequence[RankStatus], str]:
-    """Finds the ranks that make no progress, and words the message about them.
+    """Finds the ranks that make no progress, and writes the message about them.
 
     Args: limits: allowed seconds without a sign of life, by rank.
     """
     if any(status.traced for status in ranks):
-        # A developer inspects one with a debugger.
+        # A developer is inspecting a rank with a debugger.
         return [], ""
     stopped = [
         status
@@ -244,7 +243,7 @@ def _find_hung(
     if stopped:
         return stopped, _describe_hang(stopped, ranks, now)
     if any(status.stopped_at is not None for status in ranks):
-        # A rank is stopped, but not yet for long enough; until then the others wait for it.
+        # A rank is stopped, but not yet for long enough to count; meanwhile the others wait for it.
         return [], ""
     overdue = [status for status in ranks if now - status.changed > limits[status.rank]]
     lowest = min(status.progress for status in ranks)
@@ -266,7 +265,7 @@ def _find_hung(
             f"the ranks of this host wait in different collectives, for {still_seconds:.0f} s: "
             f"{places}; one of them left out a collective or took another way"
         )
-    # The host where a rank makes no progress knows more, and is first.
+    # The host where a rank makes no progress knows more, and should report first.
     timeout = 2 if several_hosts else 1
     if are_apart or any(now - status.changed <= timeout * limits[status.rank] for status in ranks):
         return [], ""
@@ -280,7 +279,7 @@ def _find_suspects(
 ) -> tuple[Sequence[RankStatus], str]:
     """Finds ranks without progress, once other ranks have failed because they waited in vain.
 
-    Args: usual: usual seconds of a step here; None while unknown: then only stopped ranks count.
+    Args: usual: usual seconds per step here; None if unknown: then only stopped ranks count.
     """
     stopped = [status for status in ranks if status.state == "T"]
     stragglers = [
@@ -297,7 +296,7 @@ def _find_suspects(
 
 
 def _describe_hang(culprits: Sequence[RankStatus], ranks: Sequence[RankStatus], now: float) -> str:
-    """Words the message: `rank 5 has made no progress for 61 s: stopped (SIGSTOP), ...`."""
+    """Writes the message: `rank 5 has made no progress for 61 s: stopped (SIGSTOP), ...`."""
     texts = []
     for status in culprits:
         since = now - status.changed
@@ -330,7 +329,7 @@ def _describe_place(status: RankStatus) -> str:
 
 
 def _find_stacks(folder: Path) -> dict[int, Path]:
-    """Lists the stack files that hold something, by rank."""
+    """Lists the stack files that are not empty, by rank."""
     paths = sorted(folder.glob("stacks-*"))
     return {int(path.name.partition("-")[2]): path for path in paths if path.stat().st_size}
 
@@ -343,7 +342,7 @@ def _is_traced(pid: int) -> bool:
 
 
 def _send_signal(status: RankStatus, number: int) -> None:
-    """Sends a signal to a rank, unless its pid belongs to another process by now."""
+    """Sends a signal to a rank, unless its pid now belongs to another process."""
     stat = process_stat(status.reading.pid)
     if stat is not None and stat.began == status.born:
         with contextlib.suppress(ProcessLookupError, PermissionError):

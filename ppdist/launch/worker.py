@@ -1,10 +1,10 @@
-"""Worker: what fleetrun, or Paddle's launcher for it, starts for each rank.
+"""Worker: the process that fleetrun, or Paddle's launcher on its behalf, starts for each rank.
 
 It runs the training script as a child, and stays until that has ended:
   * the first rank of a host gets fleetrun's own terminal, which a progress bar wants to see; the
     others get a file;
-  * it leaves in the folder of the run how the script ended and when;
-  * when fleetrun is killed, the script is told to stop, and killed soon after.
+  * it records in the folder of the run how and when the script ended;
+  * when fleetrun is killed, it asks the script to stop, and kills it soon after.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, cast
 
-if __name__ == "__main__":  # by its path: modules beside this file must not hide others
+if __name__ == "__main__":  # run by path: modules in this file's folder must not hide others
     _own, _root = Path(__file__).resolve().parent, str(Path(__file__).resolve().parents[2])
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != _own]
     if _root not in sys.path:  # a checkout that was never installed
@@ -31,10 +31,10 @@ from ppdist.common.job import EXIT_DIR_VARIABLE
 from ppdist.common.process import boot_seconds
 from ppdist.common.signals import hold_signals, release_signals
 
-BACKUP_VARIABLE = "PADDLE_BACKUP_ENV_PATH"  # Paddle's: a file with values too long for variables
-CPU_VARIABLE = "PPDIST_CPU"  # set for ranks that shall see no card
-# Time for a clean checkpoint.  Paddle's launcher, where it started this process, kills it after
-# 30 s, and then no process would be left to end the script's children.
+BACKUP_VARIABLE = "PADDLE_BACKUP_ENV_PATH"  # Paddle's file of values too long for variables
+CPU_VARIABLE = "PPDIST_CPU"  # set for ranks that must see no card
+# Time for a clean checkpoint.  If Paddle's launcher started this process, it kills it after 30 s,
+# and then no process would be left to end the script's children.
 GRACE_SECONDS = 28
 _RECORD_BYTES = 200  # size of a report: more than its numbers can take
 
@@ -44,12 +44,12 @@ class Report:
     """The state of a rank as its worker last reported it."""
 
     rank: int
-    local: int  # its number on this host
+    local: int  # local rank on this host
     pid: int  # of the worker
     code: int | None  # exit code of the script; None: it runs
-    time: float  # of this report, by `boot_seconds`
-    child: int = 0  # the process of the script; 0: there is none yet, or no more
-    seconds: float | None = None  # of the script; None: still running, or its end was missed
+    time: float  # when this report was written, according to `boot_seconds`
+    child: int = 0  # process id of the script; 0: not yet started, or ended
+    seconds: float | None = None  # how long the script ran; None: still running, or end missed
 
 
 def main() -> int:
@@ -63,8 +63,8 @@ def main() -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         if child is None:
             sys.exit(128 + number)
-        # Launchers signal the whole process group, so the child has it already; a signal for this
-        # process alone is passed on to all ranks by fleetrun, which finds this file.
+        # Launchers signal the whole process group, so the child has already received the signal; a
+        # signal to this process alone is forwarded to all ranks by fleetrun, which finds this file.
         with contextlib.suppress(OSError):
             (folder / f"stop-{rank}").write_text(str(int(number)), encoding="utf-8")
         # The launcher is gone, so nothing else signals the child.
@@ -95,14 +95,14 @@ def main() -> int:
         # A forked child would run this process's `stop`.
         default=(signal.SIGTERM, signal.SIGINT),
     )
-    # A signal for the process group may have come before there was a child.
+    # A signal to the process group may have come before the child existed.
     if signal.sigpending() & {signal.SIGTERM, signal.SIGINT}:
         child.terminate()
     release_signals()
     begin_report(folder, rank, local, child.pid)
     code = child.wait()
     end_report(folder, rank, local, code, time.monotonic() - began)
-    # Its own children may have left its process group and its session.
+    # The script's own children may have left its process group and its session.
     for pid in find_processes(folder, rank):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def forget_environment(folder: Path) -> None:
-    """Deletes the copies of the environment, secrets included, that Paddle's launcher has written.
+    """Deletes the copies of the environment, with secrets, that Paddle's launcher has written.
 
     The folder stays behind if fleetrun is killed.
     """
@@ -120,9 +120,9 @@ def forget_environment(folder: Path) -> None:
 
 
 def find_processes(folder: Path, rank: int | None = None) -> list[int]:
-    """Lists the processes of an attempt (of one rank), found by their environment.
+    """Lists the processes of an attempt (or of one rank), found by their environment.
 
-    Zombies have none, nor has anything where there is no /proc.
+    Zombies have no environment and are not found; without /proc no process is.
     """
     of_attempt = os.fsencode(f"{EXIT_DIR_VARIABLE}={folder}")
     of_rank = None if rank is None else f"PADDLE_TRAINER_ID={rank}".encode()
@@ -142,13 +142,13 @@ def find_processes(folder: Path, rank: int | None = None) -> list[int]:
 
 
 def begin_report(folder: Path, rank: int, local: int, child: int = 0) -> None:
-    """Writes exit-RANK.json: the script begins.
+    """Writes exit-RANK.json when the script begins.
 
-    It reserves space for the end: a full disk must not turn success into failure.
+    This reserves space for the final report: a full disk must not turn success into failure.
 
     Args: child: the process of the script, 0 before there is one.
     """
-    # The folder is gone if fleetrun is.
+    # If fleetrun has ended, the folder is gone.
     with contextlib.suppress(OSError):
         content = _record(rank, local, child, None) + b" " * _RECORD_BYTES
         replace_file(folder / f"exit-{rank}.json", content)
@@ -177,7 +177,7 @@ def read_reports(folder: Path) -> list[Report]:
     for path in folder.glob("exit-*.json"):
         with contextlib.suppress(OSError):
             for line in path.read_bytes().splitlines():
-                # The space for the end may be empty, or just being written.
+                # The space for the final report may be empty, or is just being written.
                 with contextlib.suppress(ValueError):
                     report = Report(**json.loads(line))
                     latest[report.rank] = report
@@ -212,7 +212,7 @@ def make_environment(log_dir: str) -> dict[str, str]:
     """Returns the environment of the script."""
     variables = dict(os.environ)
     variables["PADDLE_LOG_DIR"] = log_dir
-    # `forget_environment` has removed its file.
+    # `forget_environment` has removed the file that this variable names.
     variables.pop(BACKUP_VARIABLE, None)
     if variables.pop(CPU_VARIABLE, None):
         for name in ("FLAGS_selected_gpus", "FLAGS_selected_cpus"):
