@@ -1,8 +1,8 @@
-"""Agreement of all ranks: compares what they hold, and lists the differences.
+"""Agreement of all ranks: compares their values, and lists the differences.
 
-The configuration, the way to join and the data of each rank are compared through the store, which
-works before ranks have joined and where the network between them does not.  Only digests are sent;
-where they differ, one rank of each group sends its values.
+The configuration, the way of joining and the data of each rank are compared through the store,
+which works before ranks have joined and where the network between them does not.  Only digests are
+sent; where they differ, one rank of each group sends its values.
 """
 
 import json
@@ -38,13 +38,13 @@ def equal_ranks(values_W: Sequence[Any]) -> list[list[int]]:
 
 
 def require_agreement(subjects: Mapping[str, Facts]) -> None:
-    """Checks that facts about the same subjects agree over all ranks.  Collective.
+    """Checks that facts about the same subjects agree on all ranks.  Collective.
 
-    A rank with another batch size or another loss trains silently wrong, one with another `--eval`
-    hangs.
+    A rank with a different batch size or loss would silently train wrongly, and one with a
+    different `--eval` would hang.
 
     Args: subjects: facts by subject; the subjects are the keys of `_REMEDIES`.
-    Raises: ConfigError, on every rank: they differ; it lists which ranks have which value.
+    Raises: ConfigError, on every rank: the facts differ; it lists which ranks have which value.
     """
     digests = {
         subject: digest_of_text(json.dumps(facts, sort_keys=True))
@@ -73,7 +73,7 @@ def require_agreement(subjects: Mapping[str, Facts]) -> None:
 
 
 def _group_differing(reports_W: Sequence[Any]) -> dict[str, Any]:
-    """Groups the ranks for each subject that differs, and names their hosts."""
+    """Groups the ranks by value for each subject that differs, and names their hosts."""
     groups = {
         subject: equal_ranks([digests[subject] for digests, _ in reports_W])
         for subject in reports_W[0][0]
@@ -83,7 +83,7 @@ def _group_differing(reports_W: Sequence[Any]) -> dict[str, Any]:
 
 
 def differences(facts_W: Sequence[Facts], hosts_W: Sequence[str]) -> Iterator[str]:
-    """Writes a line for each name whose value differs: which ranks have which value.
+    """Returns a line for each name whose value differs: which ranks have which value.
 
     Args: hosts_W: host name of each rank.
     """

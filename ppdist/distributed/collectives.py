@@ -1,8 +1,8 @@
-"""Collectives of tensors and arrays over all ranks, and fleet's, within backward.
+"""Collectives of tensors and arrays over all ranks, and those that fleet runs within backward.
 
-Within a host they go through shared memory, between hosts through gloo's sockets or the
-accelerator's library.  Every rank makes the same calls in the same order, with tensors of the same
-shapes.
+On CPUs, data within a host goes through shared memory; otherwise it goes through gloo's sockets or
+the accelerator's library.  Every rank makes the same calls in the same order, with tensors of the
+same shapes.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ class Routes:
 
     Attributes:
         memory: a `SharedMemoryAllReduce`, on CPUs where a host has several ranks.
-        leaders: group of the first ranks of all hosts, where there are several.
-        bucket_mb: size of the messages that `sum_tensors` makes, MiB.
+        leaders: group of the first ranks of all hosts, if there are several hosts.
+        bucket_mb: size of the messages that `sum_tensors` sends, MiB.
     """
 
     memory: Any = None
@@ -48,10 +48,10 @@ def all_reduce_sum(tensor: paddle.Tensor) -> paddle.Tensor:
 
 
 def read(*tensors: paddle.Tensor) -> list[float]:
-    """Copies the sums of a step to the host, one after another; waits for the device.
+    """Copies the sums of a step to the host, one by one; waits for the device.
 
-    On an accelerator a collective is only queued, so it is here that an early rank waits for the
-    late ones, and that a hung rank is noticed.
+    On an accelerator a collective is only queued, so an early rank waits for late ranks here, and a
+    hung rank is noticed here.
     """
     values = paddle.concat(tensors) if len(tensors) > 1 else tensors[0]
     has_peers = world_size() > 1
@@ -60,9 +60,10 @@ def read(*tensors: paddle.Tensor) -> list[float]:
 
 
 def _sum_in_memory(tensors: Sequence[paddle.Tensor], factor: float = 1.0) -> bool:
-    """Sums tensors in place: through shared memory in hosts, through sockets between them.
+    """Sums tensors in place: through shared memory within hosts, through sockets between them.
 
-    Returns: False: there is no such memory, or it does not sum this type; nothing has changed then.
+    Returns: False if there is no shared memory, or it does not sum this dtype; nothing has changed
+        then.
     """
     if routes.memory is None or (tensors and tensors[0].dtype != paddle.float32):
         return False
@@ -73,7 +74,7 @@ def _sum_in_memory(tensors: Sequence[paddle.Tensor], factor: float = 1.0) -> boo
         part_F[:] = tensor.numpy()
 
     dense = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
-    # Not tensor.size, which takes 3 us.
+    # tensor.size would take 3 us.
     blocks = [(tensor.data_ptr(), math.prod(tensor.shape)) for tensor in dense]
     with heartbeat.Waiting(f"sum of {sum(count for _, count in blocks)} values"):
         routes.memory.sum(blocks, None if routes.leaders is None else sum_across_hosts, factor)
@@ -84,16 +85,16 @@ def _sum_in_memory(tensors: Sequence[paddle.Tensor], factor: float = 1.0) -> boo
 
 
 def sum_tensors(tensors: Sequence[paddle.Tensor]) -> None:
-    """Sums tensors of one type over ranks, in place. Collective.
+    """Sums tensors of one dtype over all ranks, in place.  Collective.
 
-    Every rank gives tensors of the same shapes in the same order; they travel in few messages.
+    Every rank must pass tensors of the same shapes in the same order; they are sent in buckets.
     """
     if world_size() > 1 and not _sum_in_memory(tensors):
         _apply_in_messages(tensors, all_reduce_sum)
 
 
 def mean_tensors(tensors: Sequence[paddle.Tensor]) -> None:
-    """Averages float32 tensors over ranks, in place; see `sum_tensors`."""
+    """Averages float32 tensors over all ranks, in place; see `sum_tensors`."""
     if world_size() == 1 or _sum_in_memory(tensors, 1.0 / world_size()):
         return
     sum_tensors(tensors)
@@ -102,9 +103,9 @@ def mean_tensors(tensors: Sequence[paddle.Tensor]) -> None:
 
 
 def broadcast_tensors(tensors: Sequence[paddle.Tensor], source: int) -> None:
-    """Overwrites tensors of one type by those of rank `source`.  Collective.
+    """Broadcasts tensors of one dtype from rank `source` to all ranks, in place.  Collective.
 
-    Every rank gives tensors of the same shapes in the same order; they travel in few messages.
+    Every rank must pass tensors of the same shapes in the same order; they are sent in buckets.
     """
     if world_size() > 1:
         with heartbeat.Waiting(f"broadcast from rank {source}"):
@@ -114,7 +115,7 @@ def broadcast_tensors(tensors: Sequence[paddle.Tensor], source: int) -> None:
 def _apply_in_messages(
     tensors: Sequence[paddle.Tensor], work: Callable[[paddle.Tensor], Any]
 ) -> None:
-    """Applies `work` to several tensors in few messages, in place."""
+    """Applies `work` to tensors in place, concatenated into buckets."""
     for bucket in buckets(tensors, routes.bucket_mb << 20):
         flat = paddle.concat([tensor.flatten() for tensor in bucket])
         work(flat)
@@ -128,7 +129,7 @@ def buckets(tensors: Sequence[paddle.Tensor], size: int) -> Iterator[list[paddle
     message: list[paddle.Tensor] = []
     held_bytes = 0
     for tensor in tensors:
-        # Kept, as the query takes 20 microseconds.
+        # Cached, because the query takes 20 microseconds.
         needed_bytes = tensor.element_size() * tensor.size
         if message and held_bytes + needed_bytes > size:
             yield message
@@ -140,7 +141,7 @@ def buckets(tensors: Sequence[paddle.Tensor], size: int) -> Iterator[list[paddle
 
 
 def all_gather(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Stacks a tensor of every rank: [W, *shape]. Collective."""
+    """Gathers a tensor from every rank, stacked to [W, *shape].  Collective."""
     if world_size() == 1:
         return tensor.unsqueeze(0)
     tensor = tensor.contiguous()
@@ -160,21 +161,21 @@ def all_gather(tensor: paddle.Tensor) -> paddle.Tensor:
 def wrap(model: nn.Layer) -> nn.Layer:
     """Wraps a model so that backward averages its gradients over ranks.  Collective.
 
-    Parameters of rank 0 are sent to all.  On one process it is the model itself:
+    The parameters of rank 0 are sent to all ranks.  On one process the model itself is returned:
     `fleet.distributed_model` raises there in Paddle 3.3.1.
     """
     return model if world_size() == 1 else fleet.distributed_model(model)
 
 
 def wrap_optimizer(optimizer: paddle.optimizer.Optimizer) -> Any:
-    """Wraps an optimizer in fleet's, for `unscale_` and `step` of a GradScaler.
+    """Wraps an optimizer in fleet's optimizer, for `unscale_` and `step` of a GradScaler.
 
-    Under data parallelism it changes nothing.  GradScaler knows an optimizer by its identity, so
-    both calls take this one; state and rates are the inner one's.
+    Under data parallelism the wrapper changes nothing.  GradScaler identifies an optimizer by the
+    object, so both calls need the wrapper; state and learning rates remain in the inner optimizer.
     """
     return optimizer if world_size() == 1 else fleet.distributed_optimizer(optimizer)
 
 
 def local_gradients(model: nn.Layer) -> contextlib.AbstractContextManager[None]:
-    """Keeps backward, inside the block, from communicating: this rank's gradients add up."""
+    """Keeps backward, inside the block, from communicating: gradients accumulate locally."""
     return model.no_sync() if world_size() > 1 else contextlib.nullcontext()

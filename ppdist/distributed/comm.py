@@ -1,15 +1,15 @@
-"""The seam around paddle.distributed: one rank or many, the same code.
+"""The wrapper around paddle.distributed: the same code runs on one rank or many.
 
 Ranks communicate in two ways, and every rank must reach both:
 
 * collectives (gradients, statistics): fast, but gloo gives up after 30 s whatever is configured;
-  in the memory of one host (shm_allreduce.py) they wait as long as barriers do;
+  in the shared memory of a host (shm_allreduce.py) they wait as long as barriers do;
 * barriers at the TCP store (`barrier`, `run_on_main`, `run_on_all_ranks`): slow (tens of ms), for
   the places where ranks may be minutes apart: evaluation, checkpoints, start-up.
 
-Work that may fail on one rank runs so that all ranks learn of the failure.  On one process every
-function is the identity or a plain call, so callers never check.  Also here: how glibc keeps the
-memory of tensors on the CPU.
+Work that may fail on one rank is run in a way that lets all ranks learn of the failure.  On one
+process every function is the identity or a plain call, so callers never check.  Also here: how
+glibc keeps the memory of tensors on the CPU.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ from ppdist.distributed.store import run_on_main as run_on_main
 from ppdist.distributed.store import storage_seconds as storage_seconds
 from ppdist.distributed.store import was_restarted as was_restarted
 
-_GLOO_SECONDS = 30.0  # after which gloo gives up, whatever is configured
+_GLOO_SECONDS = 30.0  # gloo gives up after this time, whatever is configured
 _hang_seconds = math.inf
 
 
@@ -79,7 +79,7 @@ def init(requested: str, config: DistributedConfig) -> None:
 
     Args: requested: see `device.choose`.
     Raises: ConfigError: the device cannot be used, or ranks would join in different ways.
-        LaunchError: hosts do not reach one another, or see `require_own_ranks`.
+        LaunchError: hosts cannot reach one another, or as in `require_own_ranks`.
     """
     global _hang_seconds
     require_own_ranks(os.environ)
@@ -87,8 +87,8 @@ def init(requested: str, config: DistributedConfig) -> None:
     heartbeat.begin(config.timeout_seconds, config.hang_seconds)
     set_timeout(config.timeout_seconds)
     if world_size() > 1 or signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        # Paddle has put a handler of its own below Python's, which prints a page about a
-        # "FatalError", and Python's does not run while Paddle waits for other ranks.
+        # Paddle has installed a handler of its own below Python's handler.  It prints a page about
+        # a "FatalError", and Python's handler does not run while Paddle waits for other ranks.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     kind = run_on_all_ranks(lambda: device.choose(requested))
     if world_size() > 1:
@@ -105,10 +105,10 @@ def init(requested: str, config: DistributedConfig) -> None:
 
 
 def require_own_ranks(environment: Mapping[str, str]) -> None:
-    """Refuses copies of one command that no launcher of Paddle has started.
+    """Checks that this process is not one of several copies started without a Paddle launcher.
 
-    Each would train alone, or wait for ranks that never come.  A cluster that sets WORLD_SIZE for a
-    machine sets no LOCAL_RANK: one process there is one rank.
+    Each would train alone, or wait for ranks that never come.  Clusters that set WORLD_SIZE per
+    machine do not set LOCAL_RANK: there, one process is one rank.
 
     Raises: LaunchError: this process is such a copy.
     """
@@ -120,7 +120,8 @@ def require_own_ranks(environment: Mapping[str, str]) -> None:
         if not count.isdecimal() or int(count) < 2 or not {*rank_variables} <= environment.keys():
             continue
         if launcher == "srun" and "SLURM_PTY_PORT" in environment:
-            # An interactive shell in an allocation: the other tasks of this step have ended.
+            # This is an interactive shell in an allocation: the other tasks of this Slurm step have
+            # ended.
             continue
         processes = (re.findall(r"^\d+", environment.get(on_host, "")) or [count])[
             0
@@ -135,9 +136,9 @@ def require_own_ranks(environment: Mapping[str, str]) -> None:
         )
 
 
-# Variable with the number of copies of a command: what starts them, the variables that each copy
-# has, and the one with their number on a host.  SLURM_NTASKS alone is an interactive job without
-# copies.
+# Variable with the number of copies of a command -> the program that starts them, the variables
+# that each copy has, and the variable with the number of copies on a host.  SLURM_NTASKS alone
+# means an interactive job without copies.
 _FOREIGN_LAUNCHERS = dict(
     zip(
         COPIES_VARIABLES,
@@ -157,12 +158,12 @@ _CLUSTER_VARIABLES = (
 
 
 def _refuse_cluster_variables(environment: Mapping[str, str]) -> None:
-    """Refuses variables that a cluster sets for Paddle's launcher where no launcher has run.
+    """Rejects variables that a cluster sets for Paddle's launcher if no launcher has run.
 
-    Every launcher, and paddle.distributed.spawn, also sets variables that say where the ranks meet
-    or which cards they use.
+    Every launcher, and paddle.distributed.spawn, also sets variables with the address where the
+    ranks meet or the cards they use.
 
-    Raises: LaunchError `environment_of_other_launch`.
+    Raises: LaunchError `environment_of_other_launch`: only the cluster's variables are set.
     """
     ranks, hosts = (
         int(value) if (value := environment.get(name, "")).isdecimal() else 1
@@ -199,8 +200,8 @@ def _refuse_cluster_variables(environment: Mapping[str, str]) -> None:
 def step_storage_seconds() -> float:
     """Returns how long a rank waits for unreachable storage during training, in seconds.
 
-    Within a host the other ranks wait as long as at a barrier.  Between hosts gloo gives up
-    earlier, or a fleetrun whose ranks all wait for other hosts does (launch/watchdog.py).
+    Within a host the other ranks wait as long as at a barrier.  Between hosts, gloo or a fleetrun
+    whose ranks all wait for other hosts (launch/watchdog.py) gives up earlier.
     """
     if world_size() == local_size():
         return storage_seconds()
@@ -209,7 +210,7 @@ def step_storage_seconds() -> float:
 
 
 def _join() -> None:
-    """Joins fleet, without the pages of text that Paddle prints."""
+    """Initializes fleet, without the pages of text that Paddle prints."""
     paddle_api.quiet_fleet()
     strategy = fleet.DistributedStrategy()
     # Every loss stays connected to every head, so no parameter is unused.
@@ -222,12 +223,12 @@ def _join() -> None:
 
 @contextlib.contextmanager
 def _one_communicator() -> Iterator[None]:
-    """Makes fleet, inside the block, use the default group as the group of all ranks.
+    """Lets fleet, inside the block, use the default group as the group of all ranks.
 
-    It makes a group for every kind of parallelism there is, and in plain data parallelism one of
-    them holds all ranks once more.  Over gloo its members read the addresses of the first (16 of 40
-    starts of three and four ranks ended in a refused connection), and of two NCCL communicators in
-    flight from two streams each may wait for the other.
+    Fleet creates a group for every kind of parallelism, and in plain data parallelism one of these
+    groups again contains all ranks.  Over gloo its members may read the addresses of the first
+    group (16 of 40 starts with three and four ranks ended in a refused connection), and two NCCL
+    communicators in use from two streams may wait for each other.
     """
     original = pd.new_group
 
@@ -244,7 +245,7 @@ def _one_communicator() -> Iterator[None]:
 
 
 def _share_memory(config: DistributedConfig) -> None:
-    """Lets the ranks of each host sum in memory. Collective."""
+    """Lets the ranks of each host sum tensors in shared memory.  Collective."""
     firsts_W = all_gather_object(rank() - local_rank())
     routes.memory = join(
         all_gather_object,
@@ -268,8 +269,9 @@ def keep_freed_memory() -> None:
 
     Every step frees what it has allocated.  By default glibc returns most of it, and the kernel
     has to zero and map the same pages again, page fault by page fault, in the next step.  The
-    process keeps the size of its largest step, which the next step needs anyway.  What reading the
-    data has left goes back to the system first: call it once they are read.
+    process keeps the memory of its largest step, which the next step needs anyway.  Memory left
+    over from reading the data is first returned to the system, so call this after the data are
+    read.
     """
     if sys.platform != "linux" or device.on_accelerator():
         return
@@ -287,14 +289,14 @@ T = TypeVar("T")
 
 @dataclass
 class OnAllRanks(Generic[T]):
-    """The result of a piece of work that all ranks have done."""
+    """The result of work that all ranks have done."""
 
-    value: T  # what it returned on this rank
-    said_W: list[Any]  # what `say` made of each rank's value
+    value: T  # what `work` returned on this rank
+    said_W: list[Any]  # what `say` returned for each rank's value
 
 
 class EvaluationFailed(CodedError, RuntimeError):
-    """Raised on every rank if an evaluation failed on some; training is untouched."""
+    """The error raised on every rank if an evaluation failed on some; training is unaffected."""
 
     kind = "evaluation"
 
@@ -304,10 +306,10 @@ def evaluate_on_all_ranks(
 ) -> OnAllRanks[T]:
     """Runs `work` on all ranks; returns its result on this one if none failed.  Collective.
 
-    Args: say: makes from the result what the other ranks shall know; it must survive JSON.
-    Raises: EvaluationFailed, on every rank: it raised on some, not only by users' mistakes.
-        UserError, on every rank: by users' mistakes alone.  StorageError, on every rank: storage
-        stayed unreachable on some, so whatever comes next would lack it as well.
+    Args: say: computes from the result a value for the other ranks; it must be JSON-serializable.
+    Raises: EvaluationFailed, on every rank: `work` failed on some ranks, not only with user errors.
+        UserError, on every rank: it failed with user errors only.  StorageError, on every rank:
+        storage stayed unreachable on some ranks, so that later work would fail as well.
     """
     value, failure, report, summary = None, None, None, None
     try:

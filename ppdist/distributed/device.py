@@ -1,7 +1,7 @@
 """The device of a rank's tensors: the CPU, or any accelerator.
 
-A kind is Paddle's own word for it: `cpu`, `gpu` (CUDA or ROCm), `xpu`, or the name of a plug-in's
-device (`npu`, `mlu`, ...).  Nothing above this folder asks for a kind by name.
+A kind is Paddle's own name for a type of device: `cpu`, `gpu` (CUDA or ROCm), `xpu`, or the name of
+a plug-in's device (`npu`, `mlu`, ...).  No code outside this folder refers to a kind by name.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from ppdist.common.errors import ConfigError
 from ppdist.distributed.ranks import host, rank, world_size
 
 CPU = "cpu"
-BACKEND = "PADDLE_DISTRI_BACKEND"  # set by the launcher to gloo for processes without a card
+BACKEND = "PADDLE_DISTRI_BACKEND"  # the launcher sets it to gloo for processes without a card
 _NVIDIA_BUILDS = "https://www.paddlepaddle.org.cn/packages/stable/cu129/"
 
 
@@ -44,17 +44,17 @@ def kind() -> str:
 
 
 def on_accelerator() -> bool:
-    """Returns True if tensors live elsewhere than in the memory of the host."""
+    """Returns True if tensors are not in the memory of the host."""
     return kind() != CPU
 
 
 def choose(requested: str) -> str:
     """Sets the device of this rank's tensors; returns its kind.
 
-    Args: requested: a kind, or `auto`: the first usable accelerator, unless the launcher has
-        started processes for CPUs.
+    Args: requested: a kind, or `auto`: the first usable accelerator, or the CPU if there is none or
+        the launcher has started processes for CPUs.
     Raises: ConfigError: this Paddle cannot use the kind, the launcher has started processes for
-        CPUs, or the card computes nonsense.
+        CPUs, or the card computes wrong results.
     """
     usable = accelerators()
     for_cpus = world_size() > 1 and os.environ.get(BACKEND) == "gloo"
@@ -76,7 +76,7 @@ def choose(requested: str) -> str:
         )
     if requested == CPU or for_cpus or not usable:
         paddle.set_device(CPU)
-        # A build for cards would choose the backend of cards.
+        # A build for cards would choose the communication backend for cards.
         os.environ[BACKEND] = "gloo"
         return CPU
     chosen = usable[0] if requested == "auto" else requested
@@ -86,12 +86,12 @@ def choose(requested: str) -> str:
 
 
 def require_arithmetic() -> None:
-    """Refuses a card on which 1 + 1 is not 2.
+    """Checks that 1 + 1 is 2 on the card.
 
-    Where the wheel holds no code for a card, Paddle warns and every operator gives zeros, and a
+    If the wheel contains no code for a card, Paddle only warns, every operator returns zeros, and
     training continues with them (PaddlePaddle/Paddle#72252).
 
-    Raises: ConfigError: this card is one.
+    Raises: ConfigError: the card computes wrong results.
     """
     two = (paddle.ones([1]) + paddle.ones([1])).item()
     if two != 2.0:
@@ -110,8 +110,8 @@ def require_arithmetic() -> None:
 def put(values: Any) -> paddle.Tensor:
     """Copies an array to the device; asynchronous.
 
-    The card reads it from pinned memory, in the order of its other work.  That memory lives as long
-    as the tensor: keep the tensor until something is read back.
+    The card reads the array from pinned memory, in order with its other work.  That memory lives as
+    long as the tensor: keep the tensor until a result is read back.
     """
     if not on_accelerator():
         return paddle.to_tensor(values)
@@ -125,14 +125,14 @@ def put(values: Any) -> paddle.Tensor:
 
 
 def synchronize() -> None:
-    """Waits until the device has done its work."""
+    """Waits until the device has finished its queued work."""
     if on_accelerator():
         paddle.device.synchronize()
 
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Makes new tensors, inside the block, the CPU's."""
+    """Creates new tensors on the CPU inside the block."""
     card = paddle.device.get_device()
     paddle.set_device(CPU)
     try:
@@ -142,7 +142,7 @@ def on_cpu() -> Iterator[None]:
 
 
 def release_memory() -> None:
-    """Gives cached memory of the card back; on the CPU see `comm.keep_freed_memory`."""
+    """Returns cached memory of the card to the driver; for the CPU see `comm.keep_freed_memory`."""
     if on_accelerator():
         paddle.device.empty_cache()
 

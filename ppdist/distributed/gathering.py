@@ -14,7 +14,8 @@ from ppdist.distributed.store import barrier
 def all_gather_rows(rows_RK: np.ndarray) -> np.ndarray:
     """Concatenates the rows of all ranks in rank order.  Collective.
 
-    The counts R may differ, also be zero; K may not.  Ranks may arrive minutes apart.
+    The row counts R may differ between ranks, or be zero; K must be equal.  Ranks may arrive
+    minutes apart.
     """
     if world_size() == 1:
         return rows_RK
@@ -27,7 +28,7 @@ def all_gather_rows(rows_RK: np.ndarray) -> np.ndarray:
 
 
 def all_gather_large_object(value: Any) -> list[Any]:
-    """Gathers an object of every rank, in rank order; it must survive JSON.  Collective.
+    """Gathers a JSON-serializable object from every rank, in rank order.  Collective.
 
     Ranks may arrive minutes apart.
     """

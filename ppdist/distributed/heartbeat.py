@@ -1,10 +1,10 @@
 """Per-rank heartbeat file, read by the launcher of the host.
 
-A rank that hangs cannot say so: it may be stopped, hold the interpreter's lock, or wait inside a
-collective for another one.  So every rank writes what it begins into memory that it shares with
-the fleetrun of its host (launch/watchdog.py), which looks from outside.  Without fleetrun nothing
-is written.  A beat costs about a microsecond.  Behind it, once a step, come the totals of the steps
-for launch/metrics.py.
+A rank that hangs cannot report it: it may be stopped, hold the interpreter's lock, or wait for
+another rank inside a collective.  So every rank writes what it is about to do into memory that it
+shares with the fleetrun of its host, which monitors it from outside (launch/watchdog.py).  Without
+fleetrun nothing is written.  A beat costs about a microsecond.  The totals of the steps follow it
+in the file, for launch/metrics.py; they are written once per step.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from ppdist.common.files import replace_file
 from ppdist.common.job import launched_rank, launched_ranks, launcher_folder
 
 PHASES = ("start", "step", "evaluate", "save", "end")
-# Every rank under fleetrun answers it with the stacks of its threads, written in C, so that even
-# one that holds the interpreter's lock can.
+# Every rank under fleetrun responds to this signal by writing the stacks of its threads, in C,
+# which works even while a thread holds the interpreter's lock.
 STACKS_SIGNAL = signal.SIGUSR2
 BEAT = struct.Struct("=IHHQQQdd40sQQd")  # as in `Reading`
 _PLACE_BYTES = 40
 WORK = struct.Struct("=QQQQddddd")  # totals of the steps; follows the beat
 _SEAL = struct.Struct("=I")  # the checksum behind each block, which is written at once
 _BEAT_BYTES, _WORK_BYTES = BEAT.size + _SEAL.size, WORK.size + _SEAL.size
-_READS, _PAUSE_SECONDS = 5, 0.002  # at most so many reads until the checksum is right
+_READS, _PAUSE_SECONDS = 5, 0.002  # most reads until the checksum matches, and the pause between
 _file: mmap.mmap | None = None
 # The fields of `Reading`, with times in ns.
 _NOTHING_YET = (0, 0, 0, 0, 0, 0, 0.0, 0.0, b"", 0, 0, 0.0)
@@ -49,21 +49,21 @@ class Reading:
     """The last heartbeat of a rank."""
 
     pid: int
-    phase: str  # of PHASES
-    inside: bool  # it waits for other ranks now, in the last collective or barrier
-    step: int  # optimizer steps done
-    collectives: int  # entered so far, the last one included
-    seconds: float  # of the last beat, by time.monotonic(), which all processes of a host share
+    phase: str  # one of PHASES
+    inside: bool  # True while the rank waits for others in the last collective or barrier
+    step: int  # number of optimizer steps done
+    collectives: int  # number of collectives entered so far, including the last one
+    seconds: float  # time.monotonic() of the last beat; all processes of a host share this clock
     timeout: float  # how long ranks wait for one another at barriers, s
-    limit: float  # least seconds that a step may last without a sign of life; inf: for ever
-    place: str  # the collective or barrier, or the work it does alone
+    limit: float  # shortest time without a sign of life that ends a step, s; inf: never
+    place: str  # the collective or barrier, or the work that the rank does alone
     steps_since: int  # steps since the start or the last evaluation
     steps_measured: int  # steps in all, without the first ones, which may be slow
-    step_seconds: float  # of the last measured step
+    step_seconds: float  # duration of the last measured step
 
     @property
     def step_in_progress(self) -> int | None:
-        """Returns the optimizer step in progress, from 1; None outside of steps."""
+        """Returns the optimizer step in progress, from 1; None outside steps."""
         return self.step + 1 if self.phase == "step" else None
 
 
@@ -71,15 +71,15 @@ class Reading:
 class Work:
     """The totals of a rank's steps since its process began."""
 
-    planned_steps: int  # of the whole run; 0: not yet known
-    steps: int  # made here; all numbers below are of these
-    bad_steps: int  # of them, not applied by any rank because something was not finite
-    images: int  # of all ranks
+    planned_steps: int  # steps planned for the whole run; 0: not yet known
+    steps: int  # steps done by this process; all numbers below refer to these steps
+    bad_steps: int  # steps that no rank applied because a value was not finite
+    images: int  # images of all ranks
     step_seconds: float
-    own_seconds: float  # of step_seconds, without waiting for other ranks
-    data_seconds: float  # of own_seconds, waiting for images
-    micro_batches: float  # of this rank; where a step is spread over ranks, an even share is 1
-    loss: float  # of the last step, of all ranks; nan before the first
+    own_seconds: float  # part of step_seconds without waiting for other ranks
+    data_seconds: float  # part of own_seconds spent waiting for images
+    micro_batches: float  # of this rank; where a step is spread over the ranks, an equal share is 1
+    loss: float  # loss of the last step over all ranks; nan before the first step
 
 
 def begin(timeout_seconds: float, limit_seconds: float | None) -> None:
@@ -91,7 +91,7 @@ def begin(timeout_seconds: float, limit_seconds: float | None) -> None:
     folder, rank = launcher_folder(), launched_rank()
     if folder is None:
         return
-    # It stays open: faulthandler writes to it.
+    # The file stays open: faulthandler writes to it.
     stacks = stacks_path(folder, rank).open("ab")
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     path = heartbeat_path(folder, rank)
@@ -106,7 +106,7 @@ def begin(timeout_seconds: float, limit_seconds: float | None) -> None:
 def beat(phase: str, step: int | None = None) -> None:
     """Writes a sign of life, with phase and step.
 
-    Args: step: optimizer steps done; None: unchanged.
+    Args: step: number of optimizer steps done; None: unchanged.
     """
     global _step_began_ns
     now = time.monotonic_ns()
@@ -125,7 +125,7 @@ def beat(phase: str, step: int | None = None) -> None:
 
 
 def plan(steps: int) -> None:
-    """Writes how many optimizer steps the whole run shall have."""
+    """Writes the planned number of optimizer steps of the whole run."""
     global _planned_steps
     _planned_steps = steps
     _write_work(math.nan)
@@ -155,9 +155,9 @@ def record_step(
 
 
 def tell_run(output_dir: Path) -> None:
-    """Tells fleetrun where the run keeps its files.
+    """Reports to fleetrun where the run keeps its files.
 
-    A full or lost disk is ignored: only monitoring needs this.
+    A full or unreachable disk is ignored: only monitoring needs this.
     """
     folder = launcher_folder()
     if _file is None or folder is None:
@@ -168,14 +168,14 @@ def tell_run(output_dir: Path) -> None:
 
 
 def alive() -> None:
-    """Writes a sign of life during something long."""
+    """Writes a sign of life during long work."""
     if _file is not None:
         _state[_TIME] = time.monotonic_ns()
         _file[:_BEAT_BYTES] = seal_block(BEAT, *_state)
 
 
 def name_place(place: str) -> None:
-    """Records the name of something that this rank does alone and may hang in."""
+    """Records the name of work that this rank does alone and in which it may hang."""
     _state[_PLACE] = place.encode()[:_PLACE_BYTES]
     alive()
 
@@ -205,14 +205,14 @@ class Waiting:
 
 
 def waited_seconds() -> float:
-    """Returns how long this rank has been in collectives and barriers so far, in seconds."""
+    """Returns the time this rank has spent in collectives and barriers so far, in seconds."""
     return _waited_ns / 1e9
 
 
 def tell_stop(number: int) -> bool:
-    """Tells fleetrun that a signal asks the run to stop.
+    """Reports to fleetrun that a signal asks the run to stop.
 
-    Returns: False where no fleetrun listens.
+    Returns: False if no fleetrun listens.
     """
     folder = launcher_folder()
     if _file is None or folder is None:
@@ -223,32 +223,32 @@ def tell_stop(number: int) -> bool:
 
 
 def step() -> int:
-    """Returns the optimizer steps done as of the last beat."""
+    """Returns the number of optimizer steps done as of the last beat."""
     return _state[_STEP]
 
 
 def heartbeat_path(folder: Path, rank: int) -> Path:
-    """Returns the path of a rank's heartbeat."""
+    """Returns the path of a rank's heartbeat file."""
     return folder / f"heartbeat-{rank}"
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """Returns the path at which a rank answers STACKS_SIGNAL."""
+    """Returns the path of the file to which a rank writes its stacks on STACKS_SIGNAL."""
     return folder / f"stacks-{rank}"
 
 
 def run_path(folder: Path, rank: int) -> Path:
-    """Returns the path at which a rank writes what `tell_run` tells."""
+    """Returns the path of the file that `tell_run` writes."""
     return folder / f"run-{rank}.json"
 
 
 def make_silent_reading(pid: int, timeout: float, limit: float) -> Reading:
-    """Makes the reading of a process that has not written a heartbeat yet."""
+    """Creates the reading for a process that has not written a heartbeat yet."""
     return Reading(pid, "start", False, 0, 0, 0.0, timeout, limit, "", 0, 0, 0.0)
 
 
 def read(path: Path) -> Reading | None:
-    """Reads a heartbeat; None: this rank has not begun."""
+    """Reads a heartbeat; None if the rank has not begun."""
     fields = _read_block(path, BEAT, 0)
     if fields is None or fields[0] == 0:
         return None
@@ -270,7 +270,7 @@ def read(path: Path) -> Reading | None:
 
 
 def read_work(path: Path) -> Work | None:
-    """Reads the totals of a rank's steps; None: there are none yet."""
+    """Reads the totals of a rank's steps; None if there are none yet."""
     fields = _read_block(path, WORK, _BEAT_BYTES)
     if fields is None:
         return None
@@ -279,10 +279,10 @@ def read_work(path: Path) -> Work | None:
 
 
 def _read_block(path: Path, layout: struct.Struct, offset: int) -> tuple | None:
-    """Reads a block of the file; None if there is nothing.
+    """Reads a block of the file; None if it has not been written.
 
-    The rank may be writing right now, or be preempted meanwhile, so data that does not match its
-    checksum is read again.  Data that never does is used anyway: better than none.
+    The rank may be writing the block now, or have been preempted meanwhile, so data that does not
+    match its checksum is read again.  Data that never matches is used nevertheless.
     """
     data = b""
     try:
@@ -305,7 +305,7 @@ def seal_block(layout: struct.Struct, *values: object) -> bytes:
     return data + _SEAL.pack(zlib.crc32(data))
 
 
-# Each block is written at once: pack_into the file would show it empty, then half written.
+# Each block is written at once: with pack_into, readers would see it empty, then half written.
 def _write_work(loss: float) -> None:
     if _file is not None:
         _file[_BEAT_BYTES:] = seal_block(

@@ -1,8 +1,8 @@
 """Access to the parts of Paddle that Paddle does not promise to keep.
 
-Private attributes and modules of Paddle are named here alone (tests/test_architecture.py), so that
-a new version of it is a change of this file.  All supported versions have them (README, Versions of
-Paddle); where one is gone, its function raises AttributeError.
+Private attributes and modules of Paddle are used only here (tests/test_architecture.py), so that a
+new version of Paddle requires changes only in this file.  All supported versions have them (README,
+Versions of Paddle); if one is missing, the function that uses it raises AttributeError.
 
 In this order: batch norm, convolution, suppression, optimizer, storage, fleet and its store, the
 machine.
@@ -28,7 +28,7 @@ core: Any = paddle.base.core  # Paddle's compiled half
 
 
 def running_statistics(norm: nn.Layer) -> tuple[Tensor, Tensor]:
-    """Returns the running mean and variance of a batch norm, the tensors in use."""
+    """Returns the running mean and variance of a batch norm: the tensors themselves, not copies."""
     return norm._mean, norm._variance
 
 
@@ -94,8 +94,8 @@ def multiclass_nms3(
     """Computes rows_R6 and count_B of `losses.nms.multiclass_nms` by Paddle's operator.
 
     Args:
-        pre_nms_topk: number of boxes of each class that enter, the best.
-        max_detections: number of boxes of an image that leave, the best.
+        pre_nms_topk: number of best boxes of each class that enter suppression.
+        max_detections: number of best boxes returned per image.
     Returns: rows_R6; of one class index_R, int32: the position of each among the B * N boxes; and
         count_B.
     """
@@ -120,12 +120,12 @@ Accumulators = Mapping[str, Mapping[str, Tensor]]  # kind -> name of the paramet
 
 
 def master_weights(optimizer: Any) -> dict[str, Tensor]:
-    """Returns the float32 masters of low-precision parameters, by name, the tensors in use."""
+    """Returns the float32 master weights of low-precision parameters, by name; not copies."""
     return optimizer._master_weights
 
 
 def accumulators(optimizer: Any) -> Accumulators:
-    """Returns the state of an optimizer for each parameter, the tensors in use."""
+    """Returns the state of an optimizer for each parameter; not copies."""
     return optimizer._accumulators
 
 
@@ -157,8 +157,9 @@ def trained_parameters(optimizer: Any) -> list[Tensor]:
 def forget_update_lists(optimizer: Any) -> None:
     """Drops the parameter lists of Paddle's Momentum.
 
-    Call it before a step that updates other parameters than the last one: Paddle lists them once,
-    and would pair the new gradients with the old parameters.  Other optimizers have no such lists.
+    Call this before a step that updates other parameters than the previous step: Paddle builds the
+    lists once, and would pair the new gradients with the old parameters.  Other optimizers have no
+    such lists.
     """
     if getattr(optimizer, "_use_multi_tensor", None):
         for name in ("_param_dict", "_velocity_dict", "_regularization_method_dict",
@@ -170,26 +171,26 @@ def forget_update_lists(optimizer: Any) -> None:
 
 
 def part(flat_F: Tensor, start: int, size: int) -> Tensor:
-    """Returns [size], a slice from `start` on, in the same storage."""
+    """Returns a slice of `size` elements from `start`, [size], in the same storage."""
     return flat_F._slice(start, start + size)
 
 
 def share_buffer(source: Tensor, into: Tensor) -> None:
-    """Makes `into`, whose shape stays, use the storage of `source` from now on."""
+    """Lets `into` use the storage of `source` from now on; its shape is unchanged."""
     source._share_buffer_to(into)
 
 
 def release(tensor: Tensor) -> None:
-    """Frees a tensor's storage; its shape stays."""
+    """Frees a tensor's storage; its shape is unchanged."""
     tensor._clear_data()
 
 
 @paddle.no_grad()
 def coalesce(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Copies float32 tensors into one storage, by one operator.
+    """Copies float32 tensors into one storage, with one operator.
 
-    Returns: the copies, which lie in the storage; the whole storage, [F], without gaps.  One tensor
-        alone is returned as it is.
+    Returns: the copies, which are views of the storage; the whole storage, [F], without gaps.
+        A single tensor is returned unchanged.
     """
     if len(tensors) == 1:
         return [*tensors], tensors[0]
@@ -212,13 +213,13 @@ def make_store(address: str, port: int, is_master: bool) -> Any:
 
 
 def group_store() -> Any:
-    """Returns the store at which Paddle makes groups."""
+    """Returns the store through which Paddle creates groups."""
     return pd.collective._default_store or global_store()
 
 
 @contextmanager
 def groups_at(store: Any) -> Iterator[None]:
-    """Makes Paddle, inside the block, make groups at another store."""
+    """Lets Paddle, inside the block, create groups through another store."""
     original = pd.collective._default_store
     pd.collective._default_store = store
     try:
@@ -233,12 +234,12 @@ def default_group() -> Any:
 
 
 def quiet_fleet() -> None:
-    """Keeps fleet from printing pages about its strategy."""
+    """Keeps fleet from printing pages of text about its strategy."""
     pd.fleet.base.distributed_strategy.logger.setLevel(logging.WARNING)
 
 
 def set_fleet_bucket(mb: int) -> None:
-    """Sets the size of fleet's messages of gradients, before `fleet.distributed_model`."""
+    """Sets the size of fleet's gradient buckets; call this before `fleet.distributed_model`."""
     pd.fleet.fleet._user_defined_strategy.fuse_grad_size_in_MB = mb
 
 
@@ -248,7 +249,7 @@ _TF32_SWITCHES = ("cublas_switch", "cudnn_switch")
 
 
 def set_num_threads(threads: int) -> None:
-    """Sets the number of CPU threads of eager operators."""
+    """Sets the number of CPU threads used by eager operators."""
     core.set_num_threads(threads)
 
 
@@ -258,7 +259,7 @@ def has_fast_bfloat16() -> bool:
 
 
 def bfloat16_flags() -> set[str]:
-    """Returns those of avx512_bf16 and amx_bf16 that Linux shows for this processor."""
+    """Returns which of avx512_bf16 and amx_bf16 Linux reports for this processor."""
     cpuinfo = kernel_text(Path("/proc/cpuinfo"))
     flags = re.findall(r"^flags\s*:(.*)", cpuinfo, re.MULTILINE)
     return {"avx512_bf16", "amx_bf16"} & {flag for line in flags for flag in line.split()}
@@ -266,7 +267,7 @@ def bfloat16_flags() -> set[str]:
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Makes products of float32, inside the block, full float32.
+    """Computes products of float32 in full float32 precision inside the block.
 
     An NVIDIA card may use TF32 for them, which keeps 10 of 23 bits.  CPU builds have no switches.
     """

@@ -10,9 +10,9 @@ _REPORT_SECONDS = 15.0
 
 
 class Progress:
-    """The progress of one piece of work whose parts are much alike.
+    """The progress of work that consists of many similar parts.
 
-    Other ranks wait for this one as long as parts are finished: see `store.alive`.
+    Other ranks wait for this rank as long as it keeps finishing parts: see `store.alive`.
     """
 
     def __init__(self, logger: logging.Logger, work: str, total: float, unit: str = "images"):

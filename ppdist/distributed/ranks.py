@@ -1,4 +1,4 @@
-"""Ranks of this run: how many there are, which one this is, where they are.
+"""Ranks of this run: their number, the rank of this process, their hosts.
 
 Everything here is read from the variables that the launcher sets; nothing communicates.
 """
@@ -24,12 +24,12 @@ def local_rank() -> int:
 
 
 def is_main() -> bool:
-    """Returns True on rank 0.  Never put a collective behind it: see `run_on_main`."""
+    """Returns True on rank 0.  Never run a collective only if this is True: see `run_on_main`."""
     return rank() == 0
 
 
 def host() -> str:
-    """Names this host, for messages."""
+    """Returns the name of this host, for messages."""
     address = os.environ.get("PADDLE_CURRENT_ENDPOINT", "").rpartition(":")[0]
     several = len(set(addresses())) > 1
     return f"{socket.gethostname()} {address}" if several else socket.gethostname()

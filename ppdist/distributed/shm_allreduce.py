@@ -1,7 +1,7 @@
 """Sums between the ranks of one host through shared memory.
 
 The memory is a file that has no name (memfd_create), so it does not count against /dev/shm and is
-gone with the last process that has it open, however that one ends:
+freed when the last process that has it open ends, in whatever way:
 
     head         a random number of its creator, to recognise it
     counters     one cache line for each rank, int64: the number of its arrivals, and its present
@@ -40,20 +40,20 @@ _LOGGER = logging.getLogger("ppdist.distributed.comm")
 MESSAGE_MB = 8  # a larger message leaves the caches between the write and the read
 _LINE = 64  # bytes of a cache line
 _CELL = _LINE // 8  # from one counter to the next
-_SPIN_SECONDS = 0.001  # longer than ranks without a delay differ
+_SPIN_SECONDS = 0.001  # longer than the usual time between the arrivals of ranks
 _SLEEP_SECONDS = (0.00005, 0.001)  # the first and the longest sleep after that
 _LOOK_SECONDS = 0.1  # between two checks that the awaited rank still lives
 _ELEMENT = 4  # bytes of a float32
-# Values added up at a time: three chunks fit in the second-level cache of a core (1 MiB).
+# Values added up at once: three chunks fit in the second-level cache of a core (1 MiB).
 _CHUNK_VALUES = 1 << 16
 # Ranks of other hosts wait for this host in gloo, which ends them after 30 s without naming the
-# late rank.  The ranks of its own host name it before that.
+# late rank.  The other ranks of this host name it before that.
 _BETWEEN_HOSTS_SECONDS = 25.0
 
 _KINDS = ("sum", "gather")
-# The float32 values of one tensor in memory: address, count.
+# Float32 values of a tensor in memory: address, count.
 Place = tuple[int, int]
-# Values of a message: offset of the first one in it, address, count.
+# Values of a message: offset of the first value in the message, address, count.
 Piece = tuple[int, int, int]
 
 
@@ -68,12 +68,12 @@ def join(
     """Opens memory shared with the other ranks of this host.  Collective.
 
     Args:
-        all_gather_object: gathers an object of every rank of the run, in rank order.
-        firsts_W: the lowest rank of each rank's host.  It makes the memory; the others reach it
-            through its entry in /proc, which needs no name and no permission but that of the same
-            user.
-        message_bytes: the longest message, a multiple of 4; longer ones are cut.
-        timeout_seconds: how long a rank waits for another one; with several hosts 25 s at most.
+        all_gather_object: gathers an object from every rank of the run, in rank order.
+        firsts_W: the lowest rank on each rank's host.  That rank creates the memory; the others
+            open it through that rank's entry in /proc, which needs no name and only the permissions
+            of the same user.
+        message_bytes: size of the longest message, a multiple of 4; longer ones are split.
+        timeout_seconds: how long a rank waits for another rank; with several hosts, at most 25 s.
     Returns: None on every rank if every host has one rank, or if some host cannot share memory;
         then a warning gives the reason.
     """
@@ -117,7 +117,7 @@ def join(
 
 
 def _create_memory(size: int, token: int) -> int:
-    """Creates the memory.  Raises: OSError: impossible or too little."""
+    """Creates the memory.  Raises: OSError: this is not possible, or there is too little memory."""
     if platform.machine() not in ("x86_64", "AMD64"):
         raise OSError(f"the processor is {platform.machine()}, which may reorder stores")
     descriptor = os.memfd_create("ppdist-sums")
@@ -132,7 +132,7 @@ def _create_memory(size: int, token: int) -> int:
 
 
 def _map_memory(descriptor: int, size: int, token: int) -> mmap.mmap:
-    """Maps the memory.  Raises: OSError: impossible, or another process's."""
+    """Maps the memory.  Raises: OSError: this failed, or it is another process's memory."""
     try:
         memory = mmap.mmap(descriptor, size)
     except ValueError as error:  # a shorter file
@@ -149,7 +149,7 @@ class SharedMemoryAllReduce:
     All ranks of the host make the same calls in the same order.
 
     Attributes:
-        longest: the longest possible message, in bytes.
+        longest: size of the longest possible message, in bytes.
         message_bytes: size of the messages in which tensors are summed; at most `longest`, the same
             on all ranks.
     """
@@ -163,7 +163,7 @@ class SharedMemoryAllReduce:
         message_bytes: int,
         timeout_seconds: float,
     ) -> None:
-        """Finds this rank's part of the memory.
+        """Locates the parts of the memory that this rank uses.
 
         Args:
             memory: laid out as above, all zeros except for its head.
@@ -190,9 +190,9 @@ class SharedMemoryAllReduce:
         """Replaces values by their sums over ranks, times a factor.
 
         Args:
-            blocks: tensors with as many values on every rank, in the same order.
-            sum_hosts: called by the first rank alone with the sums of every message, [F] float32;
-                adds those of the other hosts in place.  None: there are no other hosts.
+            blocks: tensors with the same number of values on every rank, in the same order.
+            sum_hosts: called on the first rank only, with the sums of each message, [F] float32;
+                adds the sums of the other hosts in place.  None: there are no other hosts.
         Raises: RankError: another rank has ended, did not come in time, or is in another exchange
             (then on every rank).
         """
@@ -244,8 +244,9 @@ class SharedMemoryAllReduce:
     def gather(self, block: Place, target: int) -> None:
         """Copies the values of every rank to an address.
 
-        Args: block: a tensor with as many values on every rank, at most `message_bytes` bytes.
-        Raises: as `sum`.
+        Args: block: a tensor with the same number of values on every rank, at most `message_bytes`
+            bytes.
+        Raises: as in `sum`.
         """
         address, count = block
         self._announce("gather", count)
@@ -258,7 +259,7 @@ class SharedMemoryAllReduce:
         self._barrier(self._timeout)
 
     def _announce(self, kind: str, values: int) -> None:
-        """Writes which exchange this rank begins, for the other ranks."""
+        """Announces to the other ranks which exchange this rank begins."""
         self._exchanges += 1
         cell = self._me * _CELL
         exchange = (heartbeat.step(), _KINDS.index(kind), values)
@@ -267,7 +268,7 @@ class SharedMemoryAllReduce:
     def _require_same_exchange(self) -> None:
         """Checks that all ranks are in the same exchange.
 
-        Raises: RankError, on every rank: they are not.
+        Raises: RankError, on every rank: the ranks are in different exchanges.
         """
         counters, local_cell = self._counters, self._me * _CELL
         local_exchange = counters[local_cell + 1 : local_cell + 4]
@@ -282,14 +283,14 @@ class SharedMemoryAllReduce:
                 )
 
     def _describe_exchange(self, number: int) -> str:
-        """Says where a rank is: `rank 3 in a sum of 8000 values of step 7`."""
+        """Describes the exchange a rank is in: `rank 3 in a sum of 8000 values of step 7`."""
         step, kind, values = self._counters[number * _CELL + 1 : number * _CELL + 4]
         return (
             f"rank {self._ranks[number]} in a {_KINDS[kind]} of {values} values of step {step + 1}"
         )
 
     def _barrier(self, timeout: float) -> None:
-        """Waits until every rank has called it as often as this one."""
+        """Waits until every rank has called this as often as this rank has."""
         self._arrivals += 1
         self._counters[self._me * _CELL] = self._arrivals
         began = time.perf_counter()
@@ -298,7 +299,7 @@ class SharedMemoryAllReduce:
             while self._counters[peer * _CELL] < self._arrivals:
                 now = time.perf_counter()
                 if now - began < _SPIN_SECONDS:
-                    # The awaited rank may need this core.
+                    # The awaited rank may need the core that this rank occupies.
                     os.sched_yield()
                     continue
                 if now - checked > _LOOK_SECONDS:
@@ -368,6 +369,6 @@ def _share_slice(count: int, me: int, ranks: int) -> slice:
     """Returns this rank's share of `count` elements, in whole cache lines."""
     line = _LINE // _ELEMENT
     lines = -(-count // line)
-    # Two ranks must not write to one cache line: it would travel between their cores.
+    # Two ranks must not write to the same cache line: it would move between their cores.
     first, last = (min(count, line * (lines * place // ranks)) for place in (me, me + 1))
     return slice(first, last)

@@ -1,12 +1,12 @@
-"""Ranks, barriers at the launcher's TCP store, and checks before ranks join.
+"""Barriers at the launcher's TCP store, and checks before ranks join.
 
-Barriers are slow (tens of ms), need no collective and no device, and wait as long as is configured.
-comm.py offers them to all above.
+Barriers are slow (tens of ms), need no collective and no device, and wait for the configured time.
+comm.py re-exports them for the rest of ppdist.
 
-Before ranks join Paddle's group, plain sockets find out in seconds what Paddle would wait for: 15
-minutes at a store that cannot be reached, 3 at a port of gloo that a firewall closes, for ever
-where ranks join in different ways.  The message names the two hosts.  Also here: the bytes that
-this process has sent, by the kernel.
+Before ranks join Paddle's group, plain sockets detect within seconds the problems on which Paddle
+would wait: 15 minutes for a store that cannot be reached, 3 minutes for a port of gloo that a
+firewall blocks, for ever if ranks join in different ways.  The message names the two hosts.  Also
+here: the number of bytes that this process has sent, according to the kernel.
 """
 
 import contextlib
@@ -51,16 +51,16 @@ AllGatherObject = Callable[[Any], list[Any]]  # gathers an object of every rank,
 _LOGGER = logging.getLogger("ppdist")
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.0005, 0.02
 _LONG_POLL_SECONDS, _POLLS = 0.2, 100  # a long wait is polled less often
-_REQUEST_SECONDS = 0.0001  # of the store's time for one poll of one rank
-_LINGER_SECONDS = 10.0  # rank 0 holds the store, and stays at most so long for the others to read
+_REQUEST_SECONDS = 0.0001  # time that the store needs for one poll by one rank
+_LINGER_SECONDS = 10.0  # longest time that rank 0, which hosts the store, lets the others read
 _SIGN_SECONDS = 5.0  # between two signs of life at the store, and between two checks of them
 _SIGNS = "ppdist/alive"
 _barriers = itertools.count()  # every rank counts the same barriers, so the numbers agree
-_HERE, _GAVE = 1, 3  # a rank has arrived without a value, with one
-_RANKS_OF_A_KEY = 31  # the store counts in int64, of which a rank takes two bits
+_HERE, _GAVE = 1, 3  # a rank has arrived without a value, or with one
+_RANKS_OF_A_KEY = 31  # the store counts in int64, and each rank uses two bits
 _timeout = 1800.0
-_reached = False  # this process has reached the store
-_nagle_disabled = False  # on its connections
+_reached = False  # whether this process has reached the store
+_nagle_disabled = False  # on the connections of this process
 _signed = -math.inf  # when this rank last gave a sign of life at the store
 
 
@@ -73,12 +73,12 @@ def set_timeout(seconds: float) -> None:
 
 
 def alive() -> None:
-    """Tells fleetrun and waiting ranks that work continues.
+    """Signals to fleetrun and waiting ranks that work continues.
 
-    The other ranks wait for distributed.timeout_seconds after its last sign of life.  So call it,
-    in the main thread, when a part of the work is done, and never while nothing happens: a rank
-    that hangs has to be found.  Local; it costs a microsecond, and a request at the store every few
-    seconds.
+    The other ranks wait for distributed.timeout_seconds after this rank's last sign of life.  So
+    call this, in the main thread, when a part of the work is done, and never while nothing happens:
+    a rank that hangs has to be detected.  Local; it costs a microsecond, and a request to the store
+    every few seconds.
     """
     global _signed
     heartbeat.alive()
@@ -97,10 +97,10 @@ def storage_seconds() -> float:
 
 
 def once_there(call: Callable[[], _T], seconds: float | None = None) -> _T:
-    """Calls `call`, again while storage is unreachable; returns its result.  Local.
+    """Calls `call`, and retries while storage is unreachable; returns its result.  Local.
 
     Args: seconds: how long to wait; None: `storage_seconds`.
-    Raises: StorageError: it stays away.
+    Raises: StorageError: storage stays unreachable.
     """
 
     def pause(seconds: float, _: StorageError) -> None:
@@ -116,7 +116,7 @@ def was_restarted() -> bool:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """Gathers an object of every rank, in rank order; see `gather_on_main`.  Collective."""
+    """Gathers an object from every rank, in rank order; see `gather_on_main`.  Collective."""
     return gather_on_main(value, lambda values_W: values_W)
 
 
@@ -126,15 +126,15 @@ def barrier() -> None:
 
 
 def gather_on_main(value: Any, work: Callable[[list[Any]], Any]) -> Any:
-    """Gives all ranks the result of `work`, on rank 0, for every rank's value.  Collective.
+    """Runs `work` on rank 0 with all ranks' values; all ranks get the result.  Collective.
 
-    No device takes part, so it works before ranks have joined.  A rank makes a few requests at the
-    store, however many ranks there are, and rank 0 one for each value that is not None.
+    No device takes part, so this works before ranks have joined.  A rank sends a few requests to
+    the store, however many ranks there are, and rank 0 one more for each value that is not None.
 
     Args:
-        value: small; it must survive JSON, as must the result.
+        value: a small value; it must be JSON-serializable, as must the result.
         work: takes the values in rank order.
-    Raises: as `run_on_main`.
+    Raises: as in `run_on_main`.
     """
     if world_size() == 1:
         return work([value])
@@ -170,13 +170,13 @@ def gather_on_main(value: Any, work: Callable[[list[Any]], Any]) -> Any:
 
 
 def run_on_main(work: Callable[[], Any]) -> Any:
-    """Runs `work` on rank 0; all get the result. Collective.
+    """Runs `work` on rank 0; all ranks get the result.  Collective.
 
-    The others wait at the store, not in a collective, so the work may take longer than gloo's 30 s;
-    and longer than distributed.timeout_seconds where it calls `alive` (or adds to a Progress).
+    The other ranks wait at the store, not in a collective, so the work may take longer than gloo's
+    30 s, and longer than distributed.timeout_seconds if it calls `alive` (or adds to a Progress).
 
     Args:
-        work: its result must survive JSON.
+        work: its result must be JSON-serializable.
     Raises: whatever `work` raised, on rank 0; on the other ranks an error of the same kind and code
         if it has one, else RankError.
     """
@@ -185,7 +185,7 @@ def run_on_main(work: Callable[[], Any]) -> Any:
     key = f"ppdist/main/{next(_barriers)}"
     if is_main():
         with heartbeat.Waiting(f"barrier {key}"):
-            # Enters the context only to count the same barriers as the other ranks.
+            # The context is entered only so that this rank counts the same barriers as the others.
             pass
         return _send_answer(key, work)
     with heartbeat.Waiting(f"barrier {key}"):
@@ -193,7 +193,7 @@ def run_on_main(work: Callable[[], Any]) -> Any:
 
 
 def _send_answer(key: str, work: Callable[[], Any]) -> Any:
-    """Returns or raises what `work` does, and sends it to the other ranks."""
+    """Runs `work`, and sends its result or error to the other ranks; returns or raises it."""
     store = _store()
     try:
         result = work()
@@ -211,7 +211,7 @@ def _send_answer(key: str, work: Callable[[], Any]) -> Any:
 def _await_answer(key: str, missing: Callable[[], str]) -> Any:
     """Waits for the answer that rank 0 gave to `_send_answer`; returns or raises it.
 
-    Args: missing: says what did not happen, if the answer does not come in time.
+    Args: missing: returns a message about what did not happen, if the answer does not come in time.
     """
     store, timeout = _store(), _Timeout()
     while store.add(f"{key}/done", 0) == 0:
@@ -224,15 +224,15 @@ def _await_answer(key: str, missing: Callable[[], str]) -> Any:
 
 
 def run_on_all_ranks(work: Callable[[], Any]) -> Any:
-    """Runs `work` on every rank; a failure on one is raised on all.  Collective.
+    """Runs `work` on every rank; a failure on one rank is raised on all ranks.  Collective.
 
     Use it for work that may fail on one rank alone, such as reading the files of its host:
-    otherwise the others would enter a collective and wait there for a rank that has ended.  Ranks
-    may be minutes apart.
+    otherwise the other ranks would enter a collective and wait there for a rank that has ended.
+    Ranks may arrive minutes apart.
 
     Returns: the result of `work` on this rank.
-    Raises: the error of `work`, on the ranks where it raised; on the others an error of the same
-        kind and code, or RankError if it has none, that names such a rank and says what happened.
+    Raises: the error of `work`, on the ranks where it failed; on the other ranks an error of the
+        same kind and code (RankError if it has none) that names such a rank and says what happened.
     """
     if world_size() == 1:
         return work()
@@ -261,7 +261,7 @@ def _failure_for_peers(error: BaseException) -> dict[str, Any]:
 def announce_arrival() -> Callable[[], str]:
     """Announces this rank's arrival without waiting. Collective.
 
-    Returns: a function that names the ranks that have not come yet, "" when all have.
+    Returns: a function that names the ranks that have not arrived yet; "" once all have.
     """
     if world_size() == 1:
         return lambda: ""
@@ -271,7 +271,7 @@ def announce_arrival() -> Callable[[], str]:
 
 
 def _disable_nagle_once() -> None:
-    """Disables Nagle's algorithm at the store, once all ranks are connected."""
+    """Disables Nagle's algorithm on connections to the store, once all ranks are connected."""
     global _nagle_disabled
     if not _nagle_disabled:
         disable_nagle()
@@ -279,14 +279,14 @@ def _disable_nagle_once() -> None:
 
 
 def _arrive(key: str, arrival: int) -> None:
-    """Marks this rank as arrived, once: _HERE or _GAVE."""
-    # The store's only atomic operation is an addition, so each rank has two bits of a sum.
+    """Marks this rank as arrived, with _HERE or _GAVE; call this only once per key."""
+    # The store's only atomic operation is addition, so each rank uses two bits of a sum.
     key_index, shift = divmod(rank(), _RANKS_OF_A_KEY)
     _store().add(f"{key}/here/{key_index}", arrival << 2 * shift)
 
 
 def _read_arrivals(key: str) -> list[int]:
-    """Reads the mark of each rank, see `_arrive`; 0: it has not arrived."""
+    """Reads the mark of each rank, see `_arrive`; 0 for a rank that has not arrived."""
     store, arrivals = _store(), []
     for first in range(0, world_size(), _RANKS_OF_A_KEY):
         bits = store.add(f"{key}/here/{first // _RANKS_OF_A_KEY}", 0)
@@ -295,7 +295,7 @@ def _read_arrivals(key: str) -> list[int]:
 
 
 def _name_absent(key: str) -> str:
-    """Names the ranks that have not arrived; "": all have."""
+    """Names the ranks that have not arrived; "" if all have."""
     hosts_W = addresses() if len(addresses()) == world_size() else ["?"] * world_size()
     ranks = [index for index, arrived in enumerate(_read_arrivals(key)) if not arrived]
     return ranks_named(ranks, hosts_W)
@@ -304,8 +304,8 @@ def _name_absent(key: str) -> str:
 def _leave_store(key: str) -> None:
     """Keeps rank 0, and with it the store, until the others have read.
 
-    Every rank calls it when it has read what it needs.  Rank 0 does not wait long, as a rank may
-    have ended.
+    Every rank calls this once it has read what it needs.  Rank 0 does not wait long, because a rank
+    may have ended.
     """
     store, began = _store(), time.monotonic()
     left = store.add(f"{key}/left", 1)
@@ -315,9 +315,9 @@ def _leave_store(key: str) -> None:
 
 
 def _poll_interval(waited: float) -> float:
-    """Returns the polling interval of a rank that has waited so long, in seconds."""
+    """Returns the polling interval of a rank that has waited for `waited` seconds, in seconds."""
     recent_seconds = min(max(waited / 4, _FIRST_POLL_SECONDS), _POLL_SECONDS)
-    # The store answers one request after the other, 25 to 40 us each.
+    # The store answers requests one by one, taking 25 to 40 us each.
     busy_store_seconds = world_size() * _REQUEST_SECONDS
     return max(busy_store_seconds, recent_seconds, min(waited / _POLLS, _LONG_POLL_SECONDS))
 
@@ -325,7 +325,8 @@ def _poll_interval(waited: float) -> float:
 class _Timeout:
     """The timeout of a waiting rank; signs of life restart it.
 
-    Any rank's sign counts.  A waiting rank gives none, so ranks that wait for one another time out.
+    A sign of life from any rank counts.  Waiting ranks give none, so ranks that wait for one
+    another time out.
     """
 
     def __init__(self) -> None:
@@ -342,7 +343,7 @@ class _Timeout:
             signs = _store().add(_SIGNS, 0)
             if self._signs is not None and signs != self._signs:
                 self._since = now
-                # Else fleetrun would end a host whose ranks all wait.
+                # Otherwise fleetrun would end a host whose ranks all wait.
                 heartbeat.alive()
             self._checked, self._signs = now, signs
         if now - self._since > _timeout:
@@ -361,7 +362,7 @@ def _store() -> Any:
     endpoint = os.environ.get("PADDLE_MASTER")
     with heartbeat.Waiting("barrier ppdist/store"):
         if endpoint and not is_main():
-            # Paddle would wait for it for 15 minutes, with the interpreter's lock.
+            # Paddle would wait for the store for 15 minutes, holding the interpreter's lock.
             wait_for_store(endpoint, host(), _timeout)
         store = paddle_api.global_store()
         _reached = True
@@ -373,7 +374,7 @@ def _store() -> Any:
 def _require_same_job(store: Any) -> None:
     """Keeps out ranks of earlier jobs or attempts.
 
-    The store is open to everybody who reaches it, so it holds no more than a digest of the job.
+    The store is open to everybody who can reach it, so it holds only a digest of the job.
 
     Raises: LaunchError: this rank belongs to another job.
     """
@@ -408,7 +409,7 @@ def wait_for_store(endpoint: str, local_host: str, timeout: float) -> None:
         endpoint: `ADDRESS:PORT` of the store.
         local_host: name of this host, for the message.
         timeout: longest wait, in seconds.
-    Raises: LaunchError: nothing listens there.
+    Raises: LaunchError: nothing listens at the endpoint.
     """
     address, _, port = endpoint.rpartition(":")
     began = time.monotonic()
@@ -437,11 +438,11 @@ def require_connectivity(
 ) -> None:
     """Checks that every host reaches every other one.
 
-    The first rank of each host connects to that of every other at a port the system chose, as gloo
-    and NCCL will; every rank calls it.
+    The first rank of each host connects to the first rank of every other host, at a port chosen by
+    the system, as gloo and NCCL will.  Every rank calls this.
 
     Args: addresses_W: address of each rank's host.
-    Raises: LaunchError, on every rank: a host does not reach another one.
+    Raises: LaunchError, on every rank: a host cannot reach another host.
     """
     hosts = list(dict.fromkeys(addresses_W))
     if len(hosts) < 2:
@@ -478,20 +479,20 @@ def require_connectivity(
 
 
 def interfaces(environment: Mapping[str, str]) -> str:
-    """Names the interfaces set for gloo and NCCL, for messages."""
+    """Names the interfaces configured for gloo and NCCL, for messages."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return ", ".join(f"{name}={environment.get(name, 'not set')}" for name in names)
 
 
 def _uses_other_network(environment: Mapping[str, str]) -> bool:
-    """Returns True if the user gave NCCL another interface than gloo."""
+    """Returns True if the user set a different interface for NCCL than for gloo."""
     chosen = environment.get("NCCL_SOCKET_IFNAME", "").lstrip("=")
     on_gpu = environment.get("PADDLE_DISTRI_BACKEND") != "gloo"
     return on_gpu and bool(chosen) and chosen != environment.get("GLOO_SOCKET_IFNAME", chosen)
 
 
 def _listen(address: str, callers: int) -> socket.socket:
-    """Opens a port; nobody needs to accept, as the kernel completes connections."""
+    """Opens a port; no accept call is needed, because the kernel completes connections."""
     try:
         return socket.create_server((address, 0), backlog=callers)
     except OSError:  # an address that only other hosts see, behind NAT
@@ -499,7 +500,7 @@ def _listen(address: str, callers: int) -> socket.socket:
 
 
 def _connect(address: str, port: int) -> OSError | None:
-    """Tries to connect; returns the error, or None."""
+    """Tries to connect; returns the error, or None if it succeeds."""
     try:
         socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
@@ -509,13 +510,13 @@ def _connect(address: str, port: int) -> OSError | None:
 
 @contextmanager
 def separate_store(members: Sequence[int]) -> Iterator[None]:
-    """Gives gloo's group, inside the block, a store of its own.  Collective.
+    """Creates gloo's groups, inside the block, through a separate store.  Collective.
 
-    Paddle 3.3.1 keeps the addresses of all groups under the same names (0, 1, ...), so members of a
-    second group may read those of the first, and fail (`sizeof(impl_) == bytes.size()`, or a
-    refused connection), when they come before the new ones are there.
+    Paddle 3.3.1 keeps the addresses of all groups under the same keys (0, 1, ...), so members of a
+    second group that arrive before its addresses are written may read those of the first group, and
+    fail (`sizeof(impl_) == bytes.size()`, or a refused connection).
 
-    Args: members: ranks of the group; the first keeps its store.
+    Args: members: ranks of the group; the first one hosts its store.
     """
     first = members[0]
     address, store, port = addresses()[first], paddle_api.group_store(), 0
@@ -531,7 +532,7 @@ def separate_store(members: Sequence[int]) -> Iterator[None]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Finds ports that are free now, for a program that opens them itself."""
+    """Finds ports that are currently free, for a program that opens them itself."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -548,12 +549,14 @@ _OPEN = Path("/proc/self/fd")
 def sent_bytes() -> int | None:
     """Counts the payload bytes sent over this process's open TCP connections.
 
-    gloo and NCCL's socket transport keep theirs open, so the difference between two calls is what
-    was sent in between: gradients and statistics, and what the store and heartbeats add, but no
-    files.  Not counted: shared memory, NVLink, InfiniBand, TCP's own headers, and connections that
-    have been closed.  Bytes that are retransmitted count twice, as they do on the wire.
+    gloo and NCCL's socket transport keep their connections open, so the difference between two
+    calls is the number of bytes sent in between: gradients, statistics, and messages of the store
+    and heartbeats, but no files.  Not counted: shared memory, NVLink, InfiniBand, TCP's own
+    headers, and connections that have been closed.  Retransmitted bytes count twice, as they do on
+    the wire.
 
-    Returns: None where the kernel does not say (another system than Linux, or before 4.19).
+    Returns: None if the kernel does not report it (a system other than Linux, or Linux before
+    4.19).
     """
     if not _OPEN.is_dir():
         return None
@@ -565,7 +568,7 @@ def sent_bytes() -> int | None:
             continue
         if len(tcp_info) < _SENT_AT + _SENT.size:
             return None
-        # A collective ends when its last bytes are in the kernel, not when they are on the way.
+        # A collective ends when its last bytes are in the kernel, not when they have been sent.
         total += _WAITING.unpack_from(tcp_info, _WAITING_AT)[0]
         total += _SENT.unpack_from(tcp_info, _SENT_AT)[0]
     return total
@@ -574,9 +577,9 @@ def sent_bytes() -> int | None:
 def disable_nagle() -> None:
     """Disables Nagle's algorithm on this process's connections.
 
-    Paddle's store sends a request in several small pieces, and the kernel holds back each second
-    one until the first was acknowledged, which takes the other side 40 ms: an `add` at the store
-    takes 44 ms with the algorithm and 0.05 ms without.
+    Paddle's store sends a request in several small pieces, and the kernel holds back every second
+    piece until the first has been acknowledged, which takes the other side 40 ms: an `add` at the
+    store takes 44 ms with the algorithm and 0.05 ms without it.
     """
     if not _OPEN.is_dir():
         return

@@ -8,13 +8,13 @@ from ppdist.distributed import collectives, paddle_api, ranks
 
 
 def synchronize_batch_norm(model: nn.Layer) -> None:
-    """Makes a model's BatchNorm2D use statistics of all ranks."""
+    """Lets a model's BatchNorm2D layers use the statistics of all ranks."""
     if ranks.world_size() > 1:
         take_sync_batch_norm(model)
 
 
 def take_sync_batch_norm(model: nn.Layer) -> None:
-    """Makes every BatchNorm2D of a model a SyncBatchNorm2D, also on one rank."""
+    """Converts every BatchNorm2D of a model to a SyncBatchNorm2D, even on one rank."""
     for layer in model.sublayers():
         if type(layer) is nn.BatchNorm2D:
             # The attributes are the same; only `forward` differs.
@@ -22,15 +22,15 @@ def take_sync_batch_norm(model: nn.Layer) -> None:
 
 
 class SyncBatchNorm2D(nn.BatchNorm2D):
-    """nn.BatchNorm2D whose training statistics are those of all images of all ranks.
+    """nn.BatchNorm2D whose training statistics cover all images of all ranks.
 
     Paddle's own nn.SyncBatchNorm has no CPU kernel and weights ranks equally, whatever images each
     has (PaddlePaddle/Paddle#32464).  Every rank runs the same layers in the same order, so every
     rank reaches each collective.  Parameters, statistics and state-dict keys are those of
-    nn.BatchNorm2D; a layer that normalises by its running statistics (frozen) goes on to.
+    nn.BatchNorm2D; a layer that normalises by its running statistics (frozen) continues to do so.
 
     Attributes:
-        counts: False while this rank takes part with a blank image only, which must not enter the
+        counts: False while this rank takes part only with a blank image, which must not enter the
             statistics.
     """
 
@@ -56,13 +56,13 @@ class _Normalize(PyLayer):
         mean = sum(x) / n,  var = sum((x - mean)**2) / n
         y = gamma * (x - mean) / sqrt(var + eps) + beta
 
-    The sums are over the n values of a channel on all ranks, however many each has, also none.  Two
-    all-reduces take C floats each, whatever the number of ranks.  (One for x and x**2 would lose
-    digits where the mean is far from 0; merging variances by ranks, Chan et al. 1979, eq. 2.1,
-    needs the mean of each.)
+    The sums are over the n values of a channel on all ranks; a rank may have any number, including
+    none.  Two all-reduces take C floats each, whatever the number of ranks.  (One for x and x**2
+    would lose digits where the mean is far from 0; merging variances by ranks, Chan et al. 1979,
+    eq. 2.1, needs the mean of each.)
 
-    For a rank that does not count, y = beta: far from the others' images, x could grow from layer
-    to layer until it is not finite.
+    For a rank that does not count, y = beta: because its x is unlike that of the other ranks'
+    images, it could grow from layer to layer until it is not finite.
 
     Source of the gradient: Ioffe and Szegedy 2015, arXiv:1502.03167, section 3, with the two sums
     over the batch taken over all ranks.  Gradients of gamma and beta stay local: the gradient

@@ -93,9 +93,10 @@ def rendezvous(
         received: signals so far; any of them ends the wait.
         token: token of the job; hosts that do not know it are refused.
         resolve: returns the current address of a name in --ips, or None.
-        hub: hub of the job, on its first host. compare: the command that writes this host's digests
-        into the file named by its last argument; it runs if the hub asks for them, because the job
-        has trained without this fleetrun; (): there is none.
+        hub: hub of the job, on its first host.
+        compare: the command that writes this host's digests into the file named by its last
+            argument; it runs if the hub asks for them, because the job has trained without this
+            fleetrun; (): there is none.
     Raises: LaunchError: a host does not come in time, or was started with another command.
         Stopped: a signal.
     """
