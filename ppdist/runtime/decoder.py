@@ -3,9 +3,9 @@
 Decoders trust their input.  OpenCV 5.0 crashes on animated PNGs of 700 bytes with frames that do
 not fit.  It allocates 4 GB, or crashes, for a PNG of 100 bytes with a chunk that claims them.  It
 paints the missing part of a JPEG grey, and it unpacks an all-white PNG of 107 KB to 900 million
-pixels, 5 GB at its peak.  So callers call `damage` first, and `decode` passes on only the parts
-that pixels need.  Depending on its version, OpenCV ignores the masks of a BMP or refuses it: such
-BMPs are refused.
+pixels, 5 GB at its peak.  So callers call `damage` first, and `decode` passes only the parts that
+pixels need to OpenCV.  Depending on its version, OpenCV ignores the masks of a BMP or refuses it:
+such BMPs are refused.
 
 Every image is decoded this way: in training, the tools, `deploy/python` and `deploy/serving`.
 
@@ -30,10 +30,10 @@ except ImportError:
     simplejpeg = None
 
 MOST_PIXELS = 1 << 28  # 16384 x 16384: 0.8 GB decoded, and as much again while decoding
-MOST_BYTES = 8 * MOST_PIXELS  # of a file: four channels of 16 bits, not compressed
+MOST_BYTES = 8 * MOST_PIXELS  # size of a file: four channels of 16 bits, uncompressed
 # Supported formats, by their names in Pillow; suffixes match in upper and lower case.
 FORMATS = {
-    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),  # of several pictures, the first
+    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),  # only the first picture of a .mpo is read
     "PNG": (".png",),
     "BMP": (".bmp",),
     "WEBP": (".webp",),
@@ -50,12 +50,13 @@ JPEG, PNG, BMP, WEBP = b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"BM", b"RIFF"
 # animation, on which OpenCV crashes; texts and profiles, which may be compressed and which libpng
 # unpacks (0.13 s for a text of 7.7 KB that becomes 7.9 MB, and there may be hundreds).
 _PNG_NEEDED = frozenset((b"IHDR", b"PLTE", b"tRNS", b"eXIf", b"IDAT", b"IEND"))
-# Chunks of a PNG, segments of a JPEG; at 12 bytes each, they can cost seconds and a gigabyte.
+# Most chunks of a PNG or segments of a JPEG; at 12 bytes each, more could cost seconds and a
+# gigabyte.
 _MOST_PARTS = 1 << 18  # OpenCV writes a chunk every 8 KB
-_CHUNK = struct.Struct(">I4s")  # length of what follows, and kind
+_CHUNK = struct.Struct(">I4s")  # length of the data, and kind
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
 _DEFLATE = 1032  # most bytes that one byte of a PNG's pixel data can unpack to
-_JPEG_PIXELS = 2048  # most that one byte of a JPEG can hold (a bit per block: 512), with a margin
+_JPEG_PIXELS = 2048  # most pixels per byte of a JPEG (a bit per block: 512), with a margin
 # A JPEG marker with a length, found as libjpeg finds it.  It ignores 0xFF followed by 0, by 0xFF or
 # by a marker without a length (0x01, 0xD0 to 0xD8), and other bytes in between.
 _SEGMENT = re.compile(b"\xff[\x02-\xcf\xd9-\xfe]")
@@ -105,11 +106,11 @@ _DENSEST = 4096  # most pixels per byte of other formats: a GIF can reach 2731
 
 
 def decode(content: bytes, reduced: int = 1, upright: bool = True) -> np.ndarray | None:
-    """Decodes an image to upright uint8 RGB; None: not an image.
+    """Decodes an image to upright uint8 RGB; returns None if the file is not an image.
 
     Grey becomes three equal channels, 16-bit channels keep their upper 8 bits, CMYK becomes RGB,
-    and transparency is ignored.  Of several frames the first is used; of an animated PNG, the
-    picture that is shown by programs without animation.
+    and transparency is ignored.  If there are several frames, the first is used; for an animated
+    PNG, the picture shown by programs without support for animation.
 
     Args:
         content: a file in which `damage` finds nothing.
@@ -132,7 +133,7 @@ def decode(content: bytes, reduced: int = 1, upright: bool = True) -> np.ndarray
 
 
 def _decode_by_simplejpeg(jpeg: bytes, reduced: int, upright: bool) -> np.ndarray | None:
-    """Decodes a usual, upright, undamaged JPEG; None: it is left to OpenCV."""
+    """Decodes a usual, upright, undamaged JPEG; returns None if it is left to OpenCV."""
     size = usual_jpeg(jpeg, upright)
     if size is None:
         return None
@@ -150,7 +151,7 @@ def _decode_by_simplejpeg(jpeg: bytes, reduced: int, upright: bool) -> np.ndarra
 
 
 def usual_jpeg(jpeg: bytes, upright: bool) -> tuple[int, int, int] | None:
-    """Returns (height, width, channels) of a usual, upright JPEG; None: it may be unusual.
+    """Returns (height, width, channels) of a usual, upright JPEG; None if it may be unusual.
 
     Walks the segments as `_jpeg_damage` does, up to the pixels.
     """
@@ -194,7 +195,7 @@ def _is_upright(exif: bytes) -> bool:
 
 
 def _strip_png(png: bytes) -> bytes:
-    """Returns the PNG with only the chunks that its pixels need."""
+    """Returns a PNG with only the chunks that its pixels need."""
     chunks = [*png_chunks(png)]
     if all(kind in _PNG_NEEDED for kind, _, _ in chunks):
         return png
@@ -203,7 +204,7 @@ def _strip_png(png: bytes) -> bytes:
 
 
 def _unmark_alpha(tiff: bytes) -> bytes:
-    """Returns the TIFF with its alpha channel no longer marked as transparency."""
+    """Returns a TIFF whose alpha channel is no longer marked as transparency."""
     header = tiff_of(lambda offset, count: tiff[offset : offset + count])
     if header is None or header.extra != _UNASSOCIATED_ALPHA:
         return tiff
@@ -224,26 +225,26 @@ def is_dark(image_HW3: np.ndarray) -> bool:
 
 
 def format_of(suffix: str) -> str:
-    """Returns the suffix with which OpenCV writes this format: `.jpg` for `.JFIF`."""
+    """Returns the suffix for which OpenCV writes this format: `.jpg` for `.JFIF`."""
     matches = (suffixes for suffixes in FORMATS.values() if suffix.lower() in suffixes)
     return next(matches, (suffix,))[0]
 
 
 def unread_kind(name: str) -> str:
-    """Names the unsupported image format of a file; "": supported, or not an image."""
+    """Names the unsupported image format of a file; "" if it is supported or not an image."""
     suffix = os.path.splitext(name)[1].lower()
     return suffix[1:].upper() if suffix in UNREAD_SUFFIXES else ""
 
 
 def unread_kinds(names: Iterable[str]) -> str:
-    """Writes a line that counts files in unsupported image formats; "": there are none."""
+    """Returns a line that counts files in unsupported image formats; "" if there are none."""
     counts = Counter(filter(None, map(unread_kind, names)))
     kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
     return f"left out: {kinds}: unsupported; convert to JPEG or PNG" if counts else ""
 
 
 def _unread_masks(content: bytes) -> tuple[int, int, int] | None:
-    """Returns masks of red, green and blue that OpenCV ignores, or refuses, by its version."""
+    """Returns the red, green and blue masks if some OpenCV version ignores or rejects them."""
     if len(content) < _MASKS_AT + 12:
         return None
     header, _, _, _, bits, compression = struct.unpack_from("<IiiHHI", content, 14)
@@ -267,14 +268,14 @@ class Damage(NamedTuple):
 
 
 def damage(content: bytes, length: int | None = None) -> Damage | None:
-    """Finds damage that the structure of a file shows, or None.
+    """Finds damage that is visible in the structure of a file; None if there is none.
 
     It examines JPEG, PNG, BMP, WebP and TIFF, and the size of some other formats; the rest is left
     to the decoder (OpenCV refuses more than 2**30 pixels).
 
     Args:
-        content: all of the file; its first 66 bytes are enough unless it is a JPEG or PNG.
-        length: bytes of the file, if it is longer than `content`.
+        content: the whole file; its first 66 bytes are enough unless it is a JPEG or PNG.
+        length: size of the file in bytes, if it is longer than `content`.
     """
     length = len(content) if length is None else length
     if not content:
@@ -322,7 +323,7 @@ def _too_large(name: str, width: int, height: int) -> Damage | None:
 
 
 def _jpeg_damage(content: bytes) -> Damage | None:
-    """Finds damage of a JPEG: in its segments, or a missing end.
+    """Finds damage in a JPEG: in its segments, or a missing end.
 
     A thumbnail inside a segment has its own end mark; within coded pixels, 0xFF is always followed
     by 0, so 0xFFD9 there is the true end.  The walk must match the decoder's: otherwise it could
@@ -343,14 +344,14 @@ def _jpeg_damage(content: bytes) -> Damage | None:
             if too_large := _too_large("JPEG", width, height):
                 return too_large
         position += max(2, int.from_bytes(content[position : position + 2], "big"))
-    # This saves a search of all pixels in most files.
+    # For most files this avoids a search through all pixels.
     if content.endswith(_END) and len(content) >= position + 2:
         return None
     return _truncated("JPEG") if content.find(_END, position) < 0 else None
 
 
 def _png_damage(content: bytes) -> Damage | None:
-    """Finds damage of a PNG: in its header, its chunks, or a missing end."""
+    """Finds damage in a PNG: in its header, in its chunks, or a missing end."""
     if len(content) < 33:
         return _truncated("PNG")
     if content[8:16] != b"\0\0\0\rIHDR":
@@ -385,7 +386,7 @@ def png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _bmp_damage(content: bytes, length: int) -> Damage | None:
-    """Finds damage of a BMP: incomplete uncompressed pixels; others are left to the decoder."""
+    """Finds damage in a BMP: incomplete uncompressed pixels; the decoder checks compressed ones."""
     if len(content) < 34:
         return _truncated("BMP")
     start, header, width, height, _, bits, compression = struct.unpack_from("<IIiiHHI", content, 10)
@@ -407,7 +408,7 @@ def _bmp_damage(content: bytes, length: int) -> Damage | None:
 
 
 def _webp_damage(content: bytes, length: int) -> Damage | None:
-    """Finds damage of a WebP: a missing end, or too many pixels."""
+    """Finds damage in a WebP: a missing end, or too many pixels."""
     if content[12:16] == b"VP8X" and len(content) >= 30:
         width, height = (
             int.from_bytes(content[offset : offset + 3], "little") + 1 for offset in (24, 27)
@@ -439,11 +440,11 @@ def _other_sizes(content: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 class Tiff(NamedTuple):
-    """The first picture of a TIFF, by its directory (TIFF 6.0, section 8).
+    """The first picture of a TIFF, as described by its directory (TIFF 6.0, section 8).
 
     Attributes:
-        bits: of a sample.
-        samples: of a pixel.
+        bits: number of bits per sample.
+        samples: number of samples per pixel.
         numbers: kind of the samples, a key of _TIFF_NUMBERS, or 1: unsigned integers.
         colours: meaning of the samples.
         extra: meaning of the first sample that is not a colour, stored in the file at `extra_at`.
@@ -461,7 +462,7 @@ class Tiff(NamedTuple):
 
 
 def tiff_of(read: Callable[[int, int], bytes]) -> Tiff | None:
-    """Reads the header of a TIFF; None: not a TIFF, or truncated.
+    """Reads the header of a TIFF; returns None if it is not a TIFF, or truncated.
 
     Args: read: called with an offset and a count; returns those bytes of the file, or fewer.
     """
@@ -485,7 +486,7 @@ def tiff_of(read: Callable[[int, int], bytes]) -> Tiff | None:
                 continue
             layout = order + _TIFF_INTEGERS[kind]
             value_offset = start + entry + value_start
-            # Values too long for the entry lie elsewhere, and it holds their offset.
+            # Values too long for the entry are stored elsewhere, and the entry holds their offset.
             if values * struct.calcsize(layout) > entry_size - value_start:
                 (value_offset,) = struct.unpack_from(
                     order + offset_type, directory, entry + value_start
@@ -500,7 +501,7 @@ def tiff_of(read: Callable[[int, int], bytes]) -> Tiff | None:
 
 
 def _tiff_damage(content: bytes) -> Damage | None:
-    """Finds damage of a TIFF: too many pixels, or pixels without an 8-bit RGB form."""
+    """Finds damage in a TIFF: too many pixels, or pixels without an 8-bit RGB form."""
     tiff = tiff_of(lambda offset, count: content[offset : offset + count])
     if tiff is None:
         return None
@@ -511,7 +512,7 @@ def _tiff_damage(content: bytes) -> Damage | None:
 
 
 def unread_pixels(tiff: Tiff) -> str:
-    """Explains why pixels have no obvious 8-bit RGB form; "": they have one."""
+    """Explains why pixels have no obvious 8-bit RGB form; "" if they have one."""
     if tiff.numbers in _TIFF_NUMBERS or tiff.bits > 16:
         kind = f"{tiff.bits}-bit {_TIFF_NUMBERS.get(tiff.numbers, 'integer')} numbers"
         return f"{kind}: choose the black and white values, then save as unsigned 8 or 16 bits"

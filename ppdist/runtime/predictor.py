@@ -1,13 +1,13 @@
 """Runs a model that `ppdist export` wrote.
 
-This file works on its own, wherever it is copied:
+This file works on its own, wherever you copy it:
 
     predictor = Predictor("export")                       # the folder that holds infer.yml
     for rows in predictor([image]):                       # images: uint8 RGB [H, W, 3], any size
         for label, score, x1, y1, x2, y2 in rows: ...     # pixels of that image, best first
 
 It needs numpy, opencv-python-headless, and one of onnxruntime, openvino and paddlepaddle.  ppdist
-itself uses it, also for models that are not exported.
+itself uses it, even for models that are not exported.
 """
 
 import functools
@@ -38,14 +38,14 @@ _ON_CPU = {  # backends that `auto` tries on a CPU for each number format, the f
     "bfloat16": ("openvino",),
 }
 _CHECKED_OPENVINO = {"float32": "openvino", "int8": "openvino_int8"}  # sections of infer.yml
-_GPU_MEMORY_MB = 256  # that Paddle reserves at the start
-_MOST_SHAPES = 16  # compiled models that OpenVINO keeps, one for each size of batch
+_GPU_MEMORY_MB = 256  # memory that Paddle reserves at the start
+_MOST_SHAPES = 16  # most compiled models that are kept in OpenVINO, one per input shape
 USUAL_THRESHOLD = 0.25  # confidence threshold, if no evaluation set one
 Backend = Literal["auto", "paddle", "onnx", "openvino"]
 
 
 class PredictorError(ValueError):
-    """An error that the user can fix; the message says how."""
+    """The error for problems that the user can fix; the message says how."""
 
 
 class Graph(Protocol):
@@ -56,7 +56,7 @@ class Graph(Protocol):
     def __call__(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
         """Runs the model.
 
-        Args: batch_B3HW: float32, as `Predictor.prepare` makes it.
+        Args: batch_B3HW: float32, as returned by `Predictor.prepare`.
         Returns: all outputs, in order.
         """
 
@@ -69,19 +69,20 @@ class Predictor:
 
     Args:
         directory: folder with infer.yml and the files it names.
-        backend: auto takes the fastest one that is installed and in which the export was checked,
-            see `chosen_backend`.
-        threads: CPU threads of one prediction.
+        backend: auto selects the fastest backend that is installed and with which the export was
+            checked, see `chosen_backend`.
+        threads: number of CPU threads per prediction.
         device: gpu needs a CUDA build of the package (onnxruntime-gpu, paddlepaddle-gpu).
-        int8: the quantised ONNX model of the export instead of the float32 one.
-        bfloat16: OpenVINO computes in bfloat16: faster, less exact, only if the processor can.
-    Raises: PredictorError: no usable model is there, or no installed package runs it.
+        int8: True uses the quantised ONNX model of the export instead of the float32 model.
+        bfloat16: True lets OpenVINO compute in bfloat16: faster, less exact, only on processors
+        with support for it.
+    Raises: PredictorError: the folder holds no usable model, or no installed package can run it.
 
     Attributes:
         spec: the content of infer.yml.
         backend: the runtime of the model: onnx, openvino or paddle; "" for `of_graph`.
         runtime: description of backend, number format and threads.
-        doubt: why the runtime may compute wrong results, for the user; "": the export checked it.
+        doubt: why the runtime may compute wrong results, for the user; "" if there is no doubt.
         class_names: names of class 0, 1, ...
         identity: name and SHA-256 of the model's file, see `identity`; not set by `of_graph`.
     """
@@ -132,9 +133,10 @@ class Predictor:
 
     @classmethod
     def of_graph(cls, spec: dict[str, Any], graph: Graph, nms_in_graph: bool) -> "Predictor":
-        """Makes a predictor for a graph that is already open, in any runtime.
+        """Creates a predictor for a graph that is already open, in any runtime.
 
-        Args: spec: the content of infer.yml.  nms_in_graph: its outputs are rows and counts.
+        Args: spec: the content of infer.yml.  nms_in_graph: the graph's outputs are rows and
+            counts.
         """
         self = cls.__new__(cls)
         self.spec, self.backend, self.class_names = spec, "", tuple(spec["class_names"])
@@ -148,7 +150,7 @@ class Predictor:
         Args: images: uint8 RGB [H, W, 3], upright, each of any size.
         Returns: for each image, float32 rows [R, 6] of class, score, x1, y1, x2, y2 in its pixels
             and inside it, best first; for a classifier, the probabilities [C].
-        Raises: PredictorError: an argument is not such an image, or the runtime fails.
+        Raises: PredictorError: an item is not such an image, or the runtime fails.
         """
         if not len(images):
             return []
@@ -186,7 +188,7 @@ class Predictor:
     def finish(
         self, outputs: Sequence[np.ndarray], sizes: Sequence[tuple[int, int]]
     ) -> list[np.ndarray]:
-        """Converts the outputs of the graph to what `__call__` returns.
+        """Converts the outputs of the graph to the results of `__call__`.
 
         Args: sizes: (height, width) of each image.
         """
@@ -222,7 +224,7 @@ class Place(NamedTuple):
 
 
 def placed(size: tuple[int, int], input_size: tuple[int, int], mode: str) -> Place:
-    """Computes the position of an image in an input; sizes are (height, width).
+    """Computes the position of an image in the input; sizes are (height, width).
 
     Args: mode: letterbox or a stretch; infer.yml has the formulas.
     """
@@ -236,7 +238,7 @@ def placed(size: tuple[int, int], input_size: tuple[int, int], mode: str) -> Pla
 
 
 def fit(image_HW3: np.ndarray, size: tuple[int, int], resize: dict[str, Any]) -> np.ndarray:
-    """Resizes an image to the input's (height, width), as evaluation does."""
+    """Resizes an image to the (height, width) of the input, as evaluation does."""
     interpolation = resize["interpolation"]
     height, width = size
     if resize["mode"] == "centre_crop":
@@ -260,7 +262,7 @@ def _resize(image_HW3: np.ndarray, size_wh: tuple[int, int], interpolation: str)
 
 
 def antialiased(image_HW3: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
-    """Resizes a uint8 image as Pillow's bilinear does, without Pillow.
+    """Resizes a uint8 image as Pillow's bilinear filter does, without Pillow.
 
     It resizes columns first, then rows.  Pillow 13 begins with the side that shrinks more, which
     changes some values by 1; with the same order the results are equal.
@@ -341,7 +343,7 @@ def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -
     # Predictions compete within their group: their class, or all.
     groups_P = np.zeros_like(labels_P) if is_agnostic else labels_P
     order_P = np.lexsort((index_P, -scores_P, groups_P))  # group after group, each best first
-    # Rank within the group: the position less that of its first prediction.
+    # Rank within the group: the position minus that of the group's first prediction.
     rank_in_group_P = np.arange(len(order_P)) - np.searchsorted(
         groups_P[order_P], groups_P[order_P]
     )
@@ -382,7 +384,7 @@ def _select_boxes(
             height = np.minimum(y2_P[worse], y2_P[best]) - np.maximum(y1_P[worse], y1_P[best])
             intersection = width * height
             iou = intersection / (area_P[best] + area_P[worse] - intersection)
-            # Two boxes without an area at one place have no IoU; one of them is dropped.
+            # Two boxes with zero area at the same position have no IoU; one of them is dropped.
             suppressed_P[worse] |= ~((iou <= threshold) | (width < 0) | (height < 0))
     return selected
 
@@ -397,8 +399,8 @@ class OnnxGraph:
 
     Args:
         providers: see `onnx_providers`.
-        spinning: threads spin while they wait for one another.
-    Raises: ImportError: it is not installed.  PredictorError: it cannot load the file.
+        spinning: True lets threads spin while they wait for one another.
+    Raises: ImportError: ONNX Runtime is not installed.  PredictorError: it cannot load the file.
     """
 
     def __init__(
@@ -424,7 +426,7 @@ class OnnxGraph:
         except Exception as error:
             # Its exceptions have no narrower common base.
             raise PredictorError(f"{file}: ONNX Runtime cannot load it: {error}") from error
-        # Otherwise it would silently fall back to the CPU.
+        # Otherwise ONNX Runtime would silently fall back to the CPU.
         if providers[0] not in self._session.get_providers():
             raise PredictorError("device gpu: ONNX Runtime could not use a GPU; see its messages above")
         self._name = self._session.get_inputs()[0].name
@@ -441,10 +443,10 @@ class OnnxGraph:
 def import_openvino() -> Any:
     """Imports openvino without its report to Google Analytics.
 
-    By default it reports its import through a child process, and leaves a file in the home folder.
-    Without openvino_telemetry, which is optional, it does neither.
+    By default openvino reports its import through a child process, and leaves a file in the home
+    folder.  Without openvino_telemetry, which is optional, it does neither.
 
-    Raises: ImportError: it is not installed.
+    Raises: ImportError: openvino is not installed.
     """
     original = sys.modules.get("openvino_telemetry")
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
@@ -458,10 +460,11 @@ def import_openvino() -> Any:
 
 @functools.cache
 def openvino_core() -> Any:
-    """Returns the only `openvino.Core` of this process, which lives until it ends.
+    """Returns the only `openvino.Core` of this process, which lives until the process ends.
 
-    Each Core gives its thread a signal stack and removes it with the last model.  With two of them,
-    if the first ends first, the next signal that Python handles crashes the process (SIGSEGV).
+    Each Core gives its thread a signal stack and removes it with the last model.  If there are two
+    Cores and the first one ends first, the next signal that Python handles crashes the process
+    (SIGSEGV).
 
     Raises: ImportError: OpenVINO is not installed.
     """
@@ -476,19 +479,19 @@ def has_bfloat16() -> bool:
 class OpenVinoGraph:
     """An ONNX model in OpenVINO on the CPU.
 
-    It is compiled for each input shape: with free sizes OpenVINO (2026.4) takes up to twice the
-    time, and the scores of quantised graphs are wrong by 0.3 to 0.5.
+    The model is compiled for each input shape: with dynamic shapes OpenVINO (2026.4) takes up to
+    twice the time, and the scores of quantised graphs are wrong by 0.3 to 0.5.
 
-    Threads are not pinned to cores: several processes would share the same first ones.
+    Threads are not pinned to cores: several processes would all use the same first cores.
 
     Activations in signed integers are computed in float32: OpenVINO's own transformations for low
-    precision get them wrong (mAP 0.08 beside 0.50), those in unsigned integers right.
+    precision compute them wrongly (mAP 0.08 instead of 0.50), but unsigned integers correctly.
 
     Raises: ImportError: it is not installed.  PredictorError: it cannot load the file.
     """
 
     def __init__(self, file: Path, threads: int, bfloat16: bool = False) -> None:
-        # Without the hint OpenVINO may choose bf16 by itself.
+        # Without this hint OpenVINO may choose bf16 by itself.
         self._settings = {
             "INFERENCE_PRECISION_HINT": "bf16" if bfloat16 else "f32",
             "INFERENCE_NUM_THREADS": threads,
@@ -540,8 +543,8 @@ def _has_signed_activations(model: Any) -> bool:
 class PaddleGraph:
     """A saved program and its weights in Paddle Inference.
 
-    `enable_memory_optim` is left off: it breaks the predictor of Paddle 3.x.  oneDNN caches the
-    kernels of every image size it has met.
+    `enable_memory_optim` is left off: it breaks the predictor of Paddle 3.x.  oneDNN caches kernels
+    for every image size that it has seen.
 
     Args:
         precision: float32; bfloat16 with oneDNN.
@@ -596,7 +599,7 @@ class PaddleGraph:
 
 
 def read_spec(directory: Path) -> dict[str, Any]:
-    """Reads DIR/infer.yml.  Raises: PredictorError: it is absent, or not one of an export."""
+    """Reads DIR/infer.yml.  Raises: PredictorError: it is missing, or not from an export."""
     file = directory / SPEC_FILE
     try:
         spec = json.loads(file.read_text(encoding="utf-8"))
@@ -626,10 +629,10 @@ def digest(file: Path) -> str:
 
 
 def require_described(file: Path, sha256: Mapping[str, str]) -> None:
-    """Checks that a file is the one that infer.yml describes.
+    """Checks that a file is the file described in infer.yml.
 
-    Args: sha256: file name -> digest; files without one are not checked.
-    Raises: PredictorError: it is another file.
+    Args: sha256: file name -> digest; files without a digest are not checked.
+    Raises: PredictorError: the file has another digest.
     """
     expected = sha256.get(file.name)
     if expected is not None and digest(file) != expected:
@@ -640,7 +643,7 @@ def require_described(file: Path, sha256: Mapping[str, str]) -> None:
 
 
 def identity(spec: Mapping[str, Any], file: str) -> dict[str, str]:
-    """Returns the name of a model's run, and the SHA-256 of its file.
+    """Returns the name of the run that trained a model, and the SHA-256 of the model's file.
 
     Args: spec: the content of infer.yml.
     """
@@ -650,7 +653,7 @@ def identity(spec: Mapping[str, Any], file: str) -> dict[str, str]:
 
 
 def default_threshold(spec: dict[str, Any]) -> tuple[float, str]:
-    """Returns the default confidence threshold, and where it comes from.
+    """Returns the default confidence threshold and its origin.
 
     Args: spec: the content of infer.yml.
     """
@@ -661,7 +664,7 @@ def default_threshold(spec: dict[str, Any]) -> tuple[float, str]:
 
 
 def lost_below(spec: dict[str, Any], threshold: float) -> str:
-    """Warns if the model itself drops boxes above the threshold; "": it does not."""
+    """Returns a warning if the model itself drops boxes above the threshold, else ""."""
     score_threshold = spec["nms"]["score_threshold"] if spec.get("nms") else 0.0
     if threshold >= score_threshold:
         return ""
@@ -675,13 +678,13 @@ def lost_below(spec: dict[str, Any], threshold: float) -> str:
 def chosen_backend(spec: dict[str, Any], backend: str, device: str, kind: str) -> str:
     """Returns the requested backend, or the fastest installed and checked one.
 
-    A backend is checked if the export compared its outputs with the model's: always for Paddle and
-    ONNX Runtime, for OpenVINO if infer.yml has a section `openvino`, or `openvino_int8`.  The
-    fastest one is that of the measurements in docs/dev/performance.md, Predicting.
+    A backend counts as checked if the export compared its outputs with the model's: always for
+    Paddle and ONNX Runtime, for OpenVINO if infer.yml has a section `openvino` or `openvino_int8`.
+    Which backend is fastest was measured, see docs/dev/performance.md, Predicting.
 
     Args:
         spec: the content of infer.yml.
-        backend: auto, or the only one to consider.
+        backend: auto, or the only backend to consider.
         kind: number format: float32, bfloat16 or int8.
     Raises: PredictorError: no installed package can run it; the message says why.
     """
@@ -706,10 +709,10 @@ def chosen_backend(spec: dict[str, Any], backend: str, device: str, kind: str) -
 
 
 def doubt_about(spec: Mapping[str, Any], backend: str, kind: str) -> str:
-    """Warns if the export did not confirm that a runtime computes the model correctly.
+    """Returns a warning if the export did not confirm that a runtime computes the model correctly.
 
     Args: spec: the content of infer.yml.  backend, kind: as in `chosen_backend`.
-    Returns: the warning; "": the export confirmed it, or the backend needs no such check.
+    Returns: the warning; "" if the export confirmed it, or the backend needs no such check.
     """
     section = _CHECKED_OPENVINO.get(kind) if backend == "openvino" else None
     if section is None or spec.get(section):
@@ -726,7 +729,7 @@ def _section_of(backend: str, int8: bool) -> str:
 
 
 def _explain_unusable(name: str, spec: dict[str, Any], device: str, kind: str) -> str | None:
-    """Explains why a backend cannot run an export; None: it can."""
+    """Explains why a backend cannot run an export; None if it can."""
     if kind == "int8" and name == "paddle":
         return "an int8 model runs in ONNX Runtime or OpenVINO only"
     if kind == "bfloat16" and name != "openvino":

@@ -1,10 +1,11 @@
 """Writer threads: no step waits for a terminal or a disk.
 
-    WriterThread   runs the writes that it is given, in order
+    WriterThread   runs queued writes, in order
     Screen         stdout or stderr, written by such a thread
     TERMINAL       the thread for both, one per process
 
-Each run has another thread for its files: a blocked terminal must not keep records from the disk.
+Each run has a separate thread for its files: a blocked terminal must not keep records from the
+disk.
 """
 
 import io
@@ -17,21 +18,21 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import TextIO
 
-_DROP_BYTES = 64 << 20  # queued for a disk; about a hundred images
+_DROP_BYTES = 64 << 20  # most bytes queued for a disk; about a hundred images
 _TERMINAL_BYTES, _TERMINAL_SECONDS = 1 << 20, 2.0
 
 
 class WriterThread:
-    """A thread that runs operations which may block, in order.
+    """A thread that runs operations that may block, in order.
 
     `put` never waits, and is safe in any thread and inside a signal handler.  The queue is bounded:
-    beyond `most_bytes`, items that may be dropped are dropped and counted.  Records never are, as
-    they are small.  A forked child has no such thread and writes at once, as this process does if
-    the system has no more threads.
+    beyond `most_bytes`, items that may be dropped are dropped and counted.  Records are never
+    dropped, because they are small.  A forked child has no such thread and writes immediately, as
+    does this process if no more threads can be started.
 
     Attributes:
         dropped: number of dropped items, by name.
-        failures: name and error of each failed write that is not reported yet.
+        failures: name and error of each failed write that has not been reported yet.
     """
 
     def __init__(self, most_bytes: int = _DROP_BYTES) -> None:
@@ -39,7 +40,7 @@ class WriterThread:
         self.failures: deque[tuple[str, Exception]] = deque(maxlen=100)
         self._most_bytes = most_bytes
         self._queue: SimpleQueue[tuple[str, Callable[[], object], int]] = SimpleQueue()
-        self._put, self._done = [0, 0], [0, 0]  # items and bytes; one writer each
+        self._put, self._done = [0, 0], [0, 0]  # items and bytes; each has a single writer
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._starting = threading.Lock()  # never waited for: a signal may arrive during a start
@@ -51,7 +52,7 @@ class WriterThread:
 
     @property
     def waiting_bytes(self) -> int:
-        """Returns the size of the items not yet written."""
+        """Returns the size of the items not yet written, in bytes."""
         return self._put[1] - self._done[1]
 
     def put(
@@ -60,10 +61,10 @@ class WriterThread:
         """Queues a write.
 
         Args:
-            name: of the output, for warnings.
-            write: does the write; may block, and raise.
-            size: bytes that it keeps in memory while it waits.
-            may_drop: True if it may be dropped, because it is not a record.
+            name: name of the output, for warnings.
+            write: performs the write; may block, and may raise.
+            size: bytes that the write keeps in memory while it waits.
+            may_drop: True if the write may be dropped, because it is not a record.
         """
         if os.getpid() != self._process:
             self._write(name, write)
@@ -79,14 +80,14 @@ class WriterThread:
                 if self._thread.ident is None:
                     self._thread.start()
             except RuntimeError:
-                # The system has no more threads, or the interpreter ends.
+                # The system cannot start more threads, or the interpreter is shutting down.
                 while not self._queue.empty():
                     self._write_next()
             finally:
                 self._starting.release()
 
     def flush(self, seconds: float) -> bool:
-        """Waits until the queue is written; returns False at the timeout."""
+        """Waits until the queue is written; returns False if the timeout passes first."""
         if os.getpid() != self._process or self._thread.ident is None:
             return True
         done = threading.Event()
@@ -107,12 +108,12 @@ class WriterThread:
         try:
             write()
         except Exception as error:
-            # Nothing may end the thread: all later writes would be lost.
+            # No error may end the thread: all later writes would be lost.
             self.failures.append((name, error))
 
 
 class _Terminal(WriterThread):
-    """The thread of the terminal; after a timeout, it waits again only once output moves."""
+    """The thread of the terminal; after a timeout, `flush` waits again only once output moves."""
 
     _stuck_after = -1
 
@@ -128,18 +129,18 @@ TERMINAL = _Terminal(_TERMINAL_BYTES)
 
 
 class Screen(io.TextIOBase):
-    """A stdout or stderr that nobody waits for; silent once it cannot be written.
+    """A stdout or stderr on which no writer waits; silent once it cannot be written.
 
-    A stream that is not a file of the system, such as a notebook's, is written directly.
+    A stream without a file descriptor, such as a notebook's, is written directly.
 
     Attributes:
-        problem: the error because of which it is silent; None while it is not.
+        problem: the error that made the screen silent; None while it is not silent.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
         """Finds the descriptor of the stream.
 
-        Args: stream: None if the process was started without one.
+        Args: stream: stdout or stderr; None if the process was started without it.
         """
         self._stream = stream
         self.problem: Exception | None = None
@@ -155,7 +156,7 @@ class Screen(io.TextIOBase):
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        """Returns True if a progress bar can move there; not in Jupyter's pages."""
+        """Returns True if the stream can show a moving progress bar; False in Jupyter notebooks."""
         stream = self._stream
         if stream is None or stream.closed or type(stream).__module__.startswith("ipykernel"):
             return False
@@ -167,7 +168,7 @@ class Screen(io.TextIOBase):
             if self._handle is None:
                 self._write(text)
             else:
-                # By descriptor: data stuck in Python's own buffer would block the exit.
+                # Written by descriptor: data stuck in Python's own buffer would block the exit.
                 data = text.encode(self.encoding, "backslashreplace")
                 TERMINAL.put("terminal", lambda: self._write_bytes(data), len(data), may_drop=True)
         return len(text)
@@ -193,11 +194,11 @@ class Screen(io.TextIOBase):
 
 
 def _handle_of(stream: TextIO) -> int | None:
-    """Flushes Python's buffer of a stream; returns its descriptor, None if it is not a file."""
+    """Flushes Python's buffer of a stream; returns its descriptor, or None if it has none."""
     buffer = getattr(stream, "buffer", None)
     if not isinstance(getattr(buffer, "raw", buffer), io.FileIO):
         return None
-    # RuntimeError: a signal has interrupted a print.
+    # RuntimeError: reentrant flush, when a signal handler runs during a print.
     with suppress(OSError, ValueError, RuntimeError):
         stream.flush()
     return None if stream.closed else stream.fileno()
