@@ -428,7 +428,9 @@ class OnnxGraph:
             raise PredictorError(f"{file}: ONNX Runtime cannot load it: {error}") from error
         # Otherwise ONNX Runtime would silently fall back to the CPU.
         if providers[0] not in self._session.get_providers():
-            raise PredictorError("device gpu: ONNX Runtime could not use a GPU; see its messages above")
+            raise PredictorError(
+                "device gpu: ONNX Runtime could not use a GPU; see its messages above"
+            )
         self._name = self._session.get_inputs()[0].name
         self.output_names = tuple(output.name for output in self._session.get_outputs())
 
