@@ -27,7 +27,7 @@ from ppdist.distributed import comm
 
 _LOGGER = logging.getLogger("ppdist.data")
 _FORMAT = f"ppdist image 1, OpenCV {cv2.__version__}"
-_MAX_SHARE = 0.75  # of the memory or disk that is free at the start: training needs the rest
+_MAX_SHARE = 0.75  # share of the memory or disk free at the start; training needs the rest
 _SPARE = 2 << 30  # bytes to leave free in any case
 _STEP_BYTES = 256 << 20  # bytes reserved before looking again how much is left
 _GIB = 2**30
@@ -137,7 +137,7 @@ class DiskCache:
             return None
         try:
             pixels = np.fromfile(path, np.uint8)
-        except OSError:  # not there, or its disk is unavailable
+        except OSError:  # missing, or its disk is unavailable
             return None
         height, width = self._sizes_N2[index].tolist()
         if pixels.size != 3 * height * width:

@@ -56,7 +56,7 @@ class RawObject:
     box: x1 y1 x2 y2, pixels of the upright original, float64 as in the file: not clipped, not
     ordered, perhaps not finite.  label in [0, C).  where: file, line or number, for messages.
     area: square pixels as in the file.  polygons: each float64 [K, 2], x y, same pixels.
-    extra: its other fields, for a lossless conversion.
+    extra: other fields of the annotation, for a lossless conversion.
     """
 
     box: Box
@@ -70,9 +70,9 @@ class RawObject:
 
 @dataclass(slots=True)
 class RawImage:
-    """A listed image.
+    """An image listed in the files of a set.
 
-    width, height: pixels, of its annotation (YOLO: of its file).
+    width, height: pixels, from its annotation (YOLO: from its file).
     size_known: False if a YOLO image is absent or unreadable; its size is then 1x1.
     lost: annotated objects that the reader left out with an issue.
     """
@@ -90,7 +90,7 @@ class RawImage:
 
 @dataclass(slots=True)
 class RawSet:
-    """A split as in its files.
+    """A split as its files describe it.
 
     category_ids, source, opener: as in DetectionSet.
     extra, class_extras: other fields of the file about the set and about each class (empty: none).
@@ -107,7 +107,7 @@ class RawSet:
 
 @dataclass(slots=True)
 class RawColumns:
-    """A split as in its files, in columns instead of Python objects.
+    """A split as its files describe it, in columns instead of Python objects.
 
     paths: of the N images, as RawImage has them; image_ids_N, sizes_N2 (height, width; pixels):
     int64.  size_known_N: as in RawImage.
@@ -136,7 +136,7 @@ class RawColumns:
     def of(cls, raw: RawSet, *, masks: bool) -> "RawColumns":
         """Converts a raw set to columns.
 
-        Args: masks: also convert outlines.
+        Args: masks: True to convert outlines, too.
         """
         images = raw.images
         objects = [annotation for image in images for annotation in image.objects]
@@ -241,7 +241,7 @@ class Records(Sequence[ImageRecord]):
     file = ""
 
     def __init__(self, records: Iterable[ImageRecord]) -> None:
-        """Builds records; `Records.of` is better.
+        """Builds records; prefer `Records.of`.
 
         Raises: OverflowError: an image id does not fit 64 bits.
         """
@@ -302,7 +302,7 @@ class Records(Sequence[ImageRecord]):
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, np.ndarray], file: str = "") -> "Records":
-        """Creates records from their `arrays`, without copying these."""
+        """Creates records from their `arrays`, without copying the arrays."""
         records = cls.__new__(cls)
         records.file = file
         records._set_arrays(arrays)
@@ -316,9 +316,9 @@ class Records(Sequence[ImageRecord]):
     @overload
     def __getitem__(self, index: slice) -> tuple[ImageRecord, ...]: ...
     def __getitem__(self, index: int | slice) -> ImageRecord | tuple[ImageRecord, ...]:
-        """Returns the record of an image, or a tuple of those of a slice.
+        """Returns the record of an image, or a tuple of records for a slice.
 
-        Raises: IndexError: there is no such image.
+        Raises: IndexError: the index is out of range.
         """
         if isinstance(index, slice):
             return tuple(self[position] for position in range(*index.indices(len(self))))
@@ -343,7 +343,7 @@ class Records(Sequence[ImageRecord]):
         return np.repeat(np.arange(len(self)), self.counts_N)
 
     def path(self, index: int) -> str:
-        """Returns the path of image `index` in [0, N), without making its record."""
+        """Returns the path of image `index` in [0, N), without building its record."""
         begin, end = self._path_ends[index : index + 2].tolist()
         return os.fsdecode(self._paths[begin:end].tobytes())
 
@@ -372,7 +372,7 @@ class Records(Sequence[ImageRecord]):
 
 
 def pack_paths(paths: Sequence[str]) -> dict[str, np.ndarray]:
-    """Packs paths for `Records.arrays`: all bytes, and the end of each path."""
+    """Packs paths for `Records.arrays`: their bytes, and where each path ends."""
     encoded = [os.fsencode(path) for path in paths]
     content = np.frombuffer(b"".join(encoded), np.uint8)
     return {"paths": content, "path_ends": cumulative_ends([len(path) for path in encoded])}
@@ -392,16 +392,16 @@ def pack_outlines(outlines: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.nd
 
 
 def _freeze(array: np.ndarray) -> np.ndarray:
-    """Returns a read-only copy of an array: a write would only change one worker."""
+    """Returns a read-only copy of an array: a write would only affect one worker."""
     array = np.ascontiguousarray(array)
     array.flags.writeable = False
     return array
 
 
 def _concatenate(parts: list[np.ndarray], empty: np.ndarray) -> np.ndarray:
-    """Concatenates arrays, in the type of `empty`.
+    """Concatenates arrays, with the dtype of `empty`.
 
-    Args: empty: the result without arrays; its shape and type.
+    Args: empty: the result if there are no arrays; determines shape and dtype.
     """
     # With `empty`, as numpy refuses to concatenate nothing.
     return np.concatenate([empty, *parts]).astype(empty.dtype, copy=False)
@@ -437,7 +437,7 @@ class DetectionSet:
 
 @dataclass(frozen=True, slots=True)
 class SampleKey:
-    """Everything a worker needs to make one sample.
+    """Everything a worker needs to build one sample.
 
     index -1 stands for no image (padding).  copy: 0, 1, ... if an epoch has an image more than
     once.
@@ -531,10 +531,10 @@ class Batch:
         there are too few images or micro-batches for all.
     bad_images: position in DetectionSet.records -> why that image could not be used, without its
         path, which may differ between hosts.
-    missing: why the images of this rank are unavailable, in whose place it has a blank one; None:
-        they are here, or there is none for it.
-    number: of the micro-batch in its step, the same on any number of ranks.
-    share: of the micro-batch that this rank has: 1 for all of it, or for an even share.
+    missing: why this rank's images are unavailable, so that it has a blank image instead; None:
+        they are available, or this rank has none.
+    number: number of the micro-batch in its step, the same for any number of ranks.
+    share: this rank's share of the micro-batch: 1 for all of it, or for an even share.
     """
 
     images_B3HW: Tensor
@@ -552,7 +552,7 @@ class Batch:
     share: float = 1.0
 
     def positions(self) -> list[int]:
-        """Returns the positions of its images in DetectionSet.records, on the host."""
+        """Returns the positions of the batch's images in DetectionSet.records, on the host."""
         return [int(index) for index in self.image_index_B.numpy().ravel() if index >= 0]
 
 

@@ -278,7 +278,7 @@ def _gather_class_scores(scores_BCN: Tensor, labels_BM: Tensor) -> Tensor:
 
 
 def _is_inside(points: Tensor, boxes: Tensor) -> Tensor:
-    """Tests if points [..., 2] lie strictly inside boxes [..., 4]; broadcasts, bool."""
+    """Tests whether points [..., 2] lie strictly inside boxes [..., 4]; broadcasts, bool."""
     x, y = points.unbind(-1)
     x1, y1, x2, y2 = boxes.unbind(-1)
     inside_x = (x - x1 > INSIDE) & (x2 - x > INSIDE)
@@ -286,7 +286,7 @@ def _is_inside(points: Tensor, boxes: Tensor) -> Tensor:
 
 
 def _may_learn(points: Tensor, boxes: Tensor, reach: Tensor | None) -> Tensor:
-    """Tests if cells are candidates for boxes, bool; broadcasts.
+    """Tests whether cells are candidates for boxes, bool; broadcasts.
 
     The cells at points [..., 2] have to lie inside boxes [..., 4], or with a reach [..., 1] nearer
     than this to their centres.
@@ -305,7 +305,7 @@ def _alignment(score: Tensor, iou: Tensor, alpha: float, beta: float) -> Tensor:
 
 
 def _raise_power(x: Tensor, exponent: float) -> Tensor:
-    """Computes x ** exponent; small even powers by multiplication.
+    """Computes x ** exponent, small even powers by multiplication.
 
     Multiplication is several times faster on a CPU.
     """

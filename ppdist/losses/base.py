@@ -16,7 +16,7 @@ class Term(NamedTuple):
 
 
 class Teaching(NamedTuple):
-    """The distillation losses of a student; None: not this one."""
+    """The distillation losses of a student; None: this loss is not used."""
 
     logits: Term | None
     features: Term | None
@@ -93,7 +93,7 @@ class Loss(nn.Layer):
 
     @property
     def without_teacher(self) -> "Loss":
-        """Returns the loss of the ground truth alone, for a validation."""
+        """Returns the loss against the ground truth alone, for validation."""
         return self
 
     def local_normalizers(
@@ -103,7 +103,7 @@ class Loss(nn.Layer):
 
         The step adds them up over its micro-batches and all ranks, before any forward pass, and
         passes the sum to every `forward` as `global_normalizers`.  They are meant for losses with
-        several terms, each of which is divided by another number.
+        several terms that are divided by different numbers.
 
         Args:
             size: (height, width) of the input in pixels.
@@ -132,10 +132,10 @@ class Loss(nn.Layer):
         raise NotImplementedError
 
     def teacher_mismatch(self, teacher: Any) -> str:
-        """Explains why a student cannot learn from a teacher's outputs; "": it can.
+        """Explains why a student cannot learn from a teacher's outputs; "" if it can.
 
-        A teacher is a detector of the same family, classes and strides.  The text also says what to
-        do.
+        A teacher is a detector of the same family, classes and strides.  The text also suggests a
+        fix.
         """
         if type(self).distil is Loss.distil:
             return "this detector has no loss for a teacher; leave distill out"

@@ -83,7 +83,7 @@ def matching_cost(
 def hungarian_matcher(cost_LBQM: Tensor, mask_BM: Tensor) -> tuple[Matching, Matching]:
     """Solves the cheapest one-to-one matching of each layer, and their union.
 
-    In the union a query learns the box that most layers assign to it, of several the first.
+    In the union a query learns the box that most layers assign to it; in a tie, the first box.
 
     It copies 4 * L * B * Q * M bytes to the host, once, and solves L * B assignments there.  Costs
     that are not finite count as IMPOSSIBLE, so that no rank raises an error alone: the loss is not
@@ -95,7 +95,7 @@ def hungarian_matcher(cost_LBQM: Tensor, mask_BM: Tensor) -> tuple[Matching, Mat
     from scipy.optimize import linear_sum_assignment  # slow to import; only this loss needs it
 
     layers, images, queries, boxes = cost_LBQM.shape
-    # One copy to the host, because each one waits for the device.
+    # One copy to the host, because each copy waits for the device.
     host_values = paddle.concat([cost_LBQM.flatten(), mask_BM.astype("float32").flatten()]).numpy()
     cost_LBQM, mask_BM = np.split(host_values, [-images * boxes])
     cost_LBQM = cost_LBQM.reshape(layers, images, queries, boxes)

@@ -8,10 +8,10 @@ from ppdist.distributed import paddle_api
 
 
 def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tuple[Tensor, Tensor]:
-    """Suppresses overlapping boxes, eager and in a static graph.
+    """Suppresses overlapping boxes, in eager mode and in a static graph.
 
-    A box suppresses those of its class, if `class_agnostic` those of all.  Without an iou_threshold
-    it selects the best pairs of prediction and class.
+    A box suppresses boxes of its class or, if `class_agnostic`, of all classes.  Without an
+    iou_threshold it selects the best pairs of prediction and class.
 
     Args:
         scores_BNC: 0..1, float32.
@@ -38,7 +38,7 @@ def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tup
         iou_threshold=nms.iou_threshold,
     )
     if is_agnostic:
-        # One class entered; the real ones are those of the predictions that stay.
+        # NMS saw a single class; the true classes are those of the predictions that remain.
         label_R = paddle.gather(scores_BNC.argmax(axis=2).flatten(), index_R)
         label_R1 = label_R.astype(rows_R6.dtype).unsqueeze(1)
         rows_R6 = paddle.concat([label_R1, rows_R6[:, 1:]], axis=1)
@@ -64,17 +64,16 @@ def _select_best(
     box_BK4 = paddle.take_along_axis(boxes_BN4, place_BK4, axis=1, broadcast=False)
     label_BK = (index_BK % classes).astype(scores_BNC.dtype)
     rows_BK6 = paddle.concat([label_BK.unsqueeze(2), score_BK.unsqueeze(2), box_BK4], axis=2)
-    # The number of rows depends on values, as that of multiclass_nms3 does; this waits for the
-    # device.
+    # The number of rows depends on values, as in multiclass_nms3, so this waits for the device.
     place_R = paddle.nonzero(passes_BK.flatten()).flatten()
     rows_R6 = paddle.gather(rows_BK6.reshape([-1, 6]), place_R)
     return rows_R6, passes_BK.astype("int32").sum(1).astype("int32")
 
 
 def _keep_best_class(scores_BNC: Tensor) -> Tensor:
-    """Sets all scores but the largest of a prediction to 0, which passes no threshold.
+    """Sets all but the largest score of a prediction to 0, which passes no threshold.
 
-    Of equal scores the first stays.
+    In a tie, the first score stays.
     """
     best_BN1 = scores_BNC.argmax(axis=2, keepdim=True)
     classes_C = paddle.arange(scores_BNC.shape[2], dtype=best_BN1.dtype)

@@ -116,7 +116,7 @@ class Predictions(NamedTuple):
 
 
 class PPYOLOEModel(Protocol):
-    """Attributes that the loss needs of its model; see `ppdist.models.ppyoloe.PPYOLOE`."""
+    """Attributes of the model that the loss needs; see `ppdist.models.ppyoloe.PPYOLOE`."""
 
     num_classes: int
     strides: tuple[int, ...]
@@ -148,7 +148,7 @@ class PPYOLOELoss(Loss):
             static_steps: number of first optimizer steps in which ATSS assigns; then TAL does.
             attached_steps: optimizer steps before the auxiliary head is detached; see `prepare`.
             strides: pixels per cell of each output level, in the order of the outputs.
-            one_to_one: the model has such a head.
+            one_to_one: True if the model has a one-to-one head.
         """
         super().__init__()
         self.config = config
@@ -257,7 +257,7 @@ class PPYOLOELoss(Loss):
         teaching: Teaching,
         global_normalizers: Tensor | None,
     ) -> LossOutput:
-        """Adds a teacher's part to the loss; see `Loss.distil`.  An auxiliary head is not taught.
+        """Adds a teacher's part to the loss; see `Loss.distil`.  Auxiliary heads are not taught.
 
         Class scores and distributions of all cells are learned; those of boxes are weighted by the
         teacher's best score of the cell.
@@ -372,7 +372,7 @@ class PPYOLOELoss(Loss):
 def _collect_predictions(
     outputs: PPYOLOEOutputs, strides: tuple[int, ...]
 ) -> tuple[Predictions, Predictions]:
-    """Returns the detector's predictions, and those by which TAL assigns."""
+    """Returns the detector's predictions, and the predictions that TAL uses to assign."""
     points_N2, stride_N1 = anchor_points(outputs.class_logits, strides)
     sizes = [(x.shape[2], x.shape[3]) for x in outputs.class_logits]
 

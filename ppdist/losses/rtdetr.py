@@ -98,7 +98,7 @@ def fine_grained_localization_loss(
 
 
 class RTDETRModel(Protocol):
-    """Attributes that the loss needs of its model; see `ppdist.models.rtdetr.RTDETR`."""
+    """Attributes of the model that the loss needs; see `ppdist.models.rtdetr.RTDETR`."""
 
     decoder: Any  # `dfine`, and if so `up` and `reg_scale`, [1] each
 
@@ -271,7 +271,7 @@ class RTDETRLoss(Loss):
         iou_LBQ = aligned_iou(pixels_LBQ4.detach(), cxcywh_to_xyxy(target * size_4))
         cls_LB = self._class_loss(logits_LBQC, iou_LBQ, learned, truth.labels_BM)
 
-        # With D-FINE, boxes learn the union of all matchings while classes learn those of their
+        # With D-FINE, boxes learn the union of all matchings, classes the matching of their own
         # output.
         target = _gather_per_query(truth.boxes_BM4, learned.boxes.box_LBQ)
         l1_LBQ, giou_LBQ = _box_losses(pred_LBQ4, target, learned.boxes, size_4)
@@ -341,9 +341,9 @@ class RTDETRLoss(Loss):
     ) -> LossOutput:
         """Adds a teacher's part to the loss; see `Loss.distil`.
 
-        The last layer of the student learns from the teacher's last.  Boxes of which the teacher is
-        sure are matched like those of the ground truth, and a query of the student learns from the
-        teacher's query with which it is matched:
+        The last layer of the student learns from the teacher's last.  The teacher's confident boxes
+        are matched like ground-truth boxes, and a query of the student learns from the teacher's
+        query with which it is matched:
 
             logits   = class_gain / N * sum over pairs of the quality focal loss
             boxes    = 1 / N * sum over pairs of score * (L1_GAIN * |b - b*|_1
@@ -369,7 +369,7 @@ class RTDETRLoss(Loss):
                 teacher_logits_BQC = _gather_per_query(
                     teacher_layers[0].logits_BQC.astype("float32"), matching.box_LBQ
                 )[0]
-                # Queries without a match are 0 on either side, which costs nothing.
+                # Queries without a match are 0 on both sides, so they add nothing to the loss.
                 pair = logits_1BQC[0] * is_matched_BQ1, teacher_logits_BQC * is_matched_BQ1
                 loss = quality_distillation(*pair, term.temperature)
                 terms["logits"] = term.weight * class_gain / boxes * loss
@@ -440,7 +440,7 @@ def _distillation_weights(iou_LBQ: Tensor, teacher_BQC: Tensor, learned: Learned
 
 
 def _confident_objects(logits_1BQC: Tensor, boxes_1BQ4: Tensor) -> tuple[Tensor, Truth]:
-    """Returns a teacher's scores [B, Q], 0 if unsure, and the objects it is sure of."""
+    """Returns a teacher's scores [B, Q], 0 where unsure, and its confident objects."""
     score_BQ, labels_BQ = F.sigmoid(logits_1BQC[0]).topk(1, axis=-1)
     score_BQ = confident_scores(score_BQ.squeeze(-1))
     mask_BQ = (score_BQ > 0).astype("float32")

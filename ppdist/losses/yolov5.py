@@ -113,7 +113,7 @@ def _slot_rank(step_x_BM: Tensor, step_y_BM: Tensor) -> Tensor:
     """Returns the order [B, S] of an image's slots, int64.
 
     The original lists own cells, then left, upper, right and lower neighbours, in each group box by
-    box, and writes their targets one over the other, so that the last one stays.
+    box, and each target overwrites the previous one, so that the last one stays.
     """
     boxes = step_x_BM.shape[1]
     kind_BS = paddle.concat(
@@ -150,7 +150,7 @@ class Gains(NamedTuple):
 
 
 class YOLOv5Model(Protocol):
-    """Attributes that the loss needs of its model; see `ppdist.models.yolov5.YOLOv5`."""
+    """Attributes of the model that the loss needs; see `ppdist.models.yolov5.YOLOv5`."""
 
     num_classes: int
     strides: tuple[int, ...]
@@ -313,7 +313,7 @@ class YOLOv5Loss(Loss):
             )
 
     def teacher_mismatch(self, teacher: YOLOv5Model) -> str:
-        """Explains why a teacher does not fit; "": it does.
+        """Explains why a teacher does not fit; "" if it does.
 
         Its anchors have to be the student's, because they determine the size that a logit means.
         """
@@ -344,8 +344,8 @@ class YOLOv5Loss(Loss):
             boxes    = gain_box * sum(o * (1 - GIoU)) / matches of a level
             features = gain_box * mean over images
 
-        o is the teacher's objectness where it is sure, else 0; matches is the number of matches of
-        the ground truth, averaged over levels.
+        o is the teacher's objectness where it is confident, else 0; matches is the number of
+        matches of the ground truth, averaged over levels.
         Source: Mehta and Ozturk 2018, arXiv:1805.06361, section 3.3 (scaled by objectness).
         """
         assert global_normalizers is not None, "the step counts"

@@ -63,9 +63,10 @@ class Kind(IntEnum):
 
     LOCALISATION: on an object of its class, but overlapping it by less than 0.5 (at least 0.1).
     CLASS: on an object of another class, by 0.5 or more.  DUPLICATE: on an object of its class
-    that a surer one found.  BACKGROUND: none of these; off its place and of the wrong class at
-    once (`Both` in the paper) is here, too, because only leaving it out mends it.  IGNORED: on a
-    crowd.
+    that a detection with a higher score found.  BACKGROUND: none of these.  Detections with both
+    the wrong location and the wrong class (`Both` in the paper) count here, too, because only
+    removing them fixes the error.
+    IGNORED: on a crowd region.
     """
 
     CORRECT = 0
@@ -79,8 +80,9 @@ class Kind(IntEnum):
 class Matches(NamedTuple):
     """The matches of detections and objects at IoU 0.5, at the operating point.
 
-    match_F: object that each detection found (`match_as_coco`).  kind_F: `Kind` of each.  about_F:
-    object that each is about, found or not; NOBODY: none.  confident_F: reaches the confidence.
+    match_F: object that each detection found (`match_as_coco`).  kind_F: `Kind` of each detection.
+    about_F: object that each detection is about, found or not; NOBODY: none.  confident_F: True
+    where the score reaches the confidence threshold.
     """
 
     truth: GroundTruth
@@ -102,7 +104,7 @@ def analyse(
     Args:
         dataset, max_detections: as in `ppdist.metrics.coco.evaluate_boxes`.
         results: detections_R7 as there, or the ranking of a classifier.
-        step: number of steps that the model was trained; None: unknown.
+        step: number of steps for which the model was trained; None: unknown.
     """
     if isinstance(results, Ranking):
         return _analyse_classes(dataset, results, step)
@@ -165,18 +167,18 @@ def _analyse_boxes(
 def _analyse_classes(dataset: DetectionSet, ranking: Ranking, step: int | None) -> dict[str, Any]:
     """Computes the content of a classifier's evaluation.json; plain JSON.
 
-    Returns: `metrics`; `per_class`: images, top1 and top5 of them, precision (part of the images
-        called so that are); `confusion`, see `confusion_table`; images where the model gave no
-        number are not in it.
+    Returns: `metrics`; `per_class`: images, their top1 and top5, precision (fraction of the images
+        predicted as the class that belong to it); `confusion`, see `confusion_table`; images where
+        the model gave no number are not in it.
     """
     classes = len(dataset.class_names)
     labels_N = np.array([dataset.records[int(i)].labels_M[0] for i in ranking.index_N], np.int64)
-    # An image whose probabilities are not finite was called nothing.
+    # An image whose probabilities are not finite has no predicted class.
     ranked_N = ranking.place_N < max(classes, BEST)
     true_K, called_K = labels_N[ranked_N], ranking.labels_NK[ranked_N, 0]
 
     def share_by_class(part_X: np.ndarray, total_X: np.ndarray) -> list[float | None]:
-        """Divides the count of each class in `part_X` by that in `total_X`; None: it has none."""
+        """Divides each class's count in `part_X` by that in `total_X`; None where that is 0."""
         part_C, total_C = (np.bincount(label_X, minlength=classes) for label_X in (part_X, total_X))
         return [float(part / total) if total else None for part, total in zip(part_C, total_C)]
 
@@ -208,7 +210,7 @@ def classify_errors(
     Source: Bolya et al. 2020 (TIDE), arXiv:2008.08115, section 2.2, tried in the order of its
         reference implementation: localisation, class, duplicate.
     """
-    # Detections on a crowd are ignored at the end, whatever else they overlap.
+    # Detections on a crowd are marked IGNORED last, whatever else they overlap.
     pairs = pairs.of(~truth.crowd_G[pairs.object_P])
     same_P = detections.label_F[pairs.detection_P] == truth.label_G[pairs.object_P]
     kind_F = np.full(len(match_F), int(Kind.BACKGROUND))
@@ -240,7 +242,7 @@ def count_kinds(
 ) -> dict[str, int]:
     """Counts the detections of each error type, and the missed objects.
 
-    Args: confident_F: bool, those that count.
+    Args: confident_F: bool, True for the detections that count.
     """
     count = np.bincount(kind_F[confident_F], minlength=len(Kind))
     counts = {kind.name.lower(): int(count[kind]) for kind in Kind if kind != Kind.IGNORED}
@@ -257,7 +259,7 @@ def compute_gains(
     about_F: np.ndarray,
     classes: int,
 ) -> dict[str, float | None]:
-    """Computes the gain of mAP50 if one error type were mended and all others left.
+    """Computes the gain in mAP50 if one error type were fixed and all others left as they are.
 
     All detections count, however unsure.  A wrong place or class is corrected where no detection
     found the object; of several about one object only the surest is corrected, and the others are
@@ -278,7 +280,7 @@ def compute_gains(
         values = [coco_average_precision(right, n) for right, n in zip(rights, objects_C.tolist())]
         return float(mean_of_measured(np.array([values]).T)[0])
 
-    # The surest detection of a wrong place or class is mended for each object that was not found.
+    # For each object not found, the highest-scoring detection of wrong location or class is fixed.
     found_G = np.zeros(len(truth.label_G), bool)
     found_G[about_F[kind_F == Kind.CORRECT]] = True
     wrong_F = np.flatnonzero((kind_F == Kind.LOCALISATION) | (kind_F == Kind.CLASS))
@@ -286,7 +288,7 @@ def compute_gains(
     mendable_F = wrong_F[np.unique(about_F[wrong_F], return_index=True)[1]]
 
     def mended_precision(kind: Kind) -> float:
-        """Returns mAP50 with one type mended.  CROWD also marks detections to ignore."""
+        """Returns mAP50 with one type fixed.  CROWD also marks detections to ignore."""
         new_match_F, label_F = np.where(kind_F == kind, CROWD, match_F), detections.label_F.copy()
         put_right_F = mendable_F[kind_F[mendable_F] == kind]
         new_match_F[put_right_F] = about_F[put_right_F]
@@ -316,7 +318,7 @@ def confusion_pairs(
     background: it is missed.  The true class of a detection by which no object is called is the
     background: it is extra.  Types are those of `classify_errors`.
 
-    Args: confident_F: bool, which detections count.
+    Args: confident_F: bool, True for the detections that count.
     Returns: int64 [K], [K].
     """
     label_F, kind_F, about_F = (
@@ -338,7 +340,7 @@ def confusion_pairs(
 
 
 def confusion_table(true_K: np.ndarray, called_K: np.ndarray, size: int) -> dict[str, Any]:
-    """Counts how often each true class was called which.
+    """Counts how often each true class was predicted as which class.
 
     Args:
         true_K, called_K: classes in [0, size).
@@ -363,9 +365,9 @@ def _per_class(
     counts: Counts,
     voc_C2: np.ndarray,
 ) -> list[dict[str, Any]]:
-    """Makes a row for each class.
+    """Builds a row for each class.
 
-    Of a class without objects all numbers are None, precision also where nothing was found.
+    All numbers of a class without objects are None; so is precision if nothing was detected.
     """
     classes = len(dataset.class_names)
     counted_G = ~truth.crowd_G
@@ -396,7 +398,8 @@ def _per_class(
 def _curves(arrays: CocoArrays, counts: Counts) -> dict[str, Any]:
     """Computes curves by confidence and, interpolated as COCO does, by recall.
 
-    `curve_classes` says which rows there are.  The means are over all classes that have objects.
+    `curve_classes` lists the classes of the rows.  The means are over all classes that have
+    objects.
     """
     classes = len(counts.objects_C)
     class_indices = np.arange(classes)
@@ -428,8 +431,8 @@ def _curves(arrays: CocoArrays, counts: Counts) -> dict[str, Any]:
 def _worst_and_best(dataset: DetectionSet, matches: Matches) -> dict[str, list[dict[str, Any]]]:
     """Lists the images with the most and with the fewest errors.
 
-    Of equals those with fewer, or more, objects found come first.  Images with neither objects nor
-    sure detections are in no list.
+    In a tie, images with fewer (worst) or more (best) objects found come first.  Images with
+    neither objects nor confident detections are in neither list.
     """
     truth, detections = matches.truth, matches.detections
     images = len(truth.order_N)
@@ -505,7 +508,7 @@ def _rounded(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _or_none(value: float) -> float | None:
-    """Returns None for -1, which means nothing to measure."""
+    """Returns None for -1, which means that there was nothing to measure."""
     return None if value < 0 else value
 
 
@@ -546,7 +549,7 @@ def class_table(evaluation: Mapping[str, Any], max_classes: int | None = None) -
 
     Args:
         evaluation: content of evaluation.json, of a detector or classifier.
-        max_classes: classes to show, the weakest of more; None: all of them.
+        max_classes: number of classes to show, the weakest ones if there are more; None: all.
     """
     metrics, rows = evaluation["metrics"], evaluation["per_class"]
     keys = [key for key in _NARROW if any(key in row for row in rows)]

@@ -13,11 +13,11 @@ BEST = 5  # classes kept for each image
 
 
 class Ranking(NamedTuple):
-    """The surest classes of some images.
+    """The top classes of some images.
 
     index_N: int64 position in DetectionSet.records.
-    place_N: int64 number of classes that are surer than the true one; 0 is right.
-    labels_NK: int64 the K = min(5, C) surest classes, best first; scores_NK: float32, 0..1.
+    place_N: int64 number of classes ranked above the true class; 0 means correct.
+    labels_NK: int64 the K = min(5, C) most probable classes, best first; scores_NK: float32, 0..1.
     """
 
     index_N: np.ndarray
@@ -50,11 +50,11 @@ def compute_accuracy(ranking: Ranking) -> dict[str, float]:
 
 
 def write_ranking(path: Path, dataset: DetectionSet, ranking: Ranking) -> None:
-    """Writes each image's file, true class and surest classes.
+    """Writes each image's file, true class and most probable classes.
 
     The file appears whole or not at all.
 
-    Raises: UserError: it cannot be written.
+    Raises: UserError: the file cannot be written.
     """
     entries = []
     for index, labels_K, scores_K in zip(ranking.index_N, ranking.labels_NK, ranking.scores_NK):
@@ -73,7 +73,7 @@ def write_ranking(path: Path, dataset: DetectionSet, ranking: Ranking) -> None:
 def best_classes(
     labels_K: np.ndarray, scores_K: np.ndarray, class_names: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    """Lists the surest classes of one image as JSON holds them, best first."""
+    """Lists the most probable classes of one image in their JSON form, best first."""
     return [
         {"class": label, "name": class_names[label], "score": round(score, 5)}
         for label, score in zip(labels_K.tolist(), scores_K.tolist())

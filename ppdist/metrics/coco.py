@@ -100,7 +100,7 @@ def coco_arrays(
 ) -> CocoArrays:
     """Computes precision and recall by IoU, class and size.
 
-    Args: max_detections: of a class in an image.
+    Args: max_detections: largest number of detections per class and image.
     """
     compute = by_hotcoco if importlib.util.find_spec("hotcoco") else by_pycocotools
     return compute(truth, detections, classes, max_detections)
@@ -149,7 +149,7 @@ def _accumulate(evaluation: Any, max_detections: int) -> CocoArrays:
 def make_datasets(
     coco: Any, truth: GroundTruth, detections: Detections, classes: int, **options: Any
 ) -> list[Any]:
-    """Makes the objects and detections for packages with pycocotools' interface.
+    """Builds the objects and detections for packages with pycocotools' interface.
 
     Args: coco: the package's class COCO.  options: its arguments.
     """
@@ -173,9 +173,9 @@ def make_datasets(
 def _annotations(
     image_X: np.ndarray, label_X: np.ndarray, box_X4: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Makes the annotations of a COCO file.
+    """Builds the annotations of a COCO file.
 
-    Ids start at 1: pycocotools takes a match with object 0 for no match.
+    Ids start at 1, because pycocotools treats a match with object 0 as no match.
     """
     rows = zip(image_X.tolist(), label_X.tolist(), box_X4.tolist())
     return [
@@ -187,7 +187,7 @@ def _annotations(
 def _images_and_categories(
     truth: GroundTruth, classes: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Makes the images and categories of a COCO file."""
+    """Builds the images and categories of a COCO file."""
     images = [{"id": image} for image in range(len(truth.order_N))]
     return images, [{"id": label, "name": str(label)} for label in range(classes)]
 
@@ -240,9 +240,9 @@ def write_detections(path: Path, dataset: DetectionSet, detections_R7: np.ndarra
     """Writes detections as a COCO result file: image_id, category_id, bbox xywh, score.
 
     Ids are those of the annotation file (`image_id`, `category_ids`), so any COCO tool can score
-    it; coordinates are original pixels, rounded to 1/1000, and scores whole: rounded ones tie, and
-    another order is another precision.  Rows of a diverged model (not finite, say) are left out, as
-    `evaluate_boxes` does.  The file appears whole or not at all.
+    it; coordinates are original pixels, rounded to 1/1000; scores are not rounded, because ties
+    would change the order and so the precision.  Rows of a diverged model (not finite, say) are
+    left out, as `evaluate_boxes` does.  The file appears whole or not at all.
 
     Args:
         detections_R7: as in `evaluate_boxes`.
@@ -263,7 +263,8 @@ def _parts(rows_RK: np.ndarray) -> Iterator[np.ndarray]:
 def _rows_as_json(dataset: DetectionSet, rows_R7: np.ndarray) -> bytes:
     """Formats detections as JSON, without a dictionary for each row.
 
-    It makes rows of bytes, padded with zero bytes; JSON holds none, so all are removed at the end.
+    It builds rows of bytes, padded with zero bytes; JSON has no zero bytes, so all are removed
+    last.
     """
     scores = rows_R7[:, 2].astype("S")  # the fewest digits that read back as the same
     rows_R7 = rows_R7.astype(np.float64)
@@ -291,7 +292,7 @@ def _rows_as_json(dataset: DetectionSet, rows_R7: np.ndarray) -> bytes:
 
 
 def _look_up(value_of: Callable[[int], int], places_R: np.ndarray) -> np.ndarray:
-    """Returns the numbers that belong to these places, as bytes [R]."""
+    """Returns the number for each of these positions, as bytes [R]."""
     unique_places, index_R = np.unique(places_R.astype(np.int64), return_inverse=True)
     return np.array([b"%d" % value_of(place) for place in unique_places.tolist()])[index_R]
 

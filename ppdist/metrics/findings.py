@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-# Before a training (engine/suitability.py).
+# Findings before training starts (engine/suitability.py).
 DETR_FROM_SCRATCH, TINY_OBJECTS, BEYOND_QUERIES = (
     "detr_from_scratch", "objects_tiny", "objects_beyond_queries",
 )  # fmt: skip
 FEWEST = 5  # evaluations that make a trend, and the smallest window of a median
 _SHARE = 5  # the window is at least this fraction (1 / 5) of the evaluations
-_RISE_OF_LOSS = 0.2  # of the validation loss above its lowest: over-fitting
+_RISE_OF_LOSS = 0.2  # rise of the validation loss above its lowest that means over-fitting
 
 
 class Finding(NamedTuple):
@@ -37,10 +37,10 @@ class OverFitting(NamedTuple):
 
 
 def over_fitting(pairs: Sequence[tuple[float, float]]) -> OverFitting | None:
-    """Detects a validation loss that rose while the training loss fell; None: it did not.
+    """Detects a validation loss that rose while the training loss fell; None if it did not.
 
-    Both are smoothed; the validation loss is 20 % above its lowest, and the training loss is below
-    what it was then.
+    Both losses are smoothed.  The validation loss must be 20 % above its lowest value, and the
+    training loss below its value at that time.
 
     Args: pairs: for each evaluation the mean training loss since the one before, and the validation
         loss.

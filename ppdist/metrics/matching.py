@@ -31,7 +31,8 @@ class GroundTruth(NamedTuple):
 
     image_G: int64 place of the image in the order of ids.  label_G: int64.  box_G4: float64 x, y,
     width, height in pixels of the original image.  crowd_G: bool, a region or a VOC object called
-    difficult; hitting it counts neither way.  area_G: float64.  order_N: record of each place.
+    difficult; hitting it counts neither way.  area_G: float64.  order_N: position of each
+    image in the records.
     """
 
     image_G: np.ndarray
@@ -43,9 +44,9 @@ class GroundTruth(NamedTuple):
 
 
 class Detections(NamedTuple):
-    """The detections of a set, the surest first.
+    """The detections of a set, by falling score.
 
-    Equally sure ones are in the order of their images.
+    Detections with equal scores are in the order of their images.
 
     image_F: int64 place of the image; label_F: int64; score_F: float64; box_F4: as
     `GroundTruth.box_G4`.
@@ -79,7 +80,7 @@ class Pairs(NamedTuple):
 def collect_objects(dataset: DetectionSet) -> GroundTruth:
     """Collects all objects of a set, its images by ascending id.
 
-    Those of images that cannot be read are left out.
+    Objects of images that cannot be read are left out.
     """
     ids_N = np.array([record.image_id for record in dataset.records], np.int64)
     order_N = np.argsort(ids_N, kind="stable")
@@ -96,7 +97,7 @@ def collect_objects(dataset: DetectionSet) -> GroundTruth:
     )
     if not dataset.unreadable:
         return truth
-    # Images keep their places: detections refer to them by position.
+    # Images keep their positions, because detections refer to them by position.
     kept_G = ~np.isin(order_N, [*dataset.unreadable])[truth.image_G]
     names = (name for name in truth._fields if name != "order_N")
     return truth._replace(**{name: getattr(truth, name)[kept_G] for name in names})
@@ -109,7 +110,7 @@ def select_detections(
 
     Args:
         detections_R7: rows (position in dataset.records, class, score, x1, y1, x2, y2).
-        max_detections: of a class in an image.
+        max_detections: largest number of detections per class and image.
     """
     rows_R7 = detections_R7[np.isfinite(detections_R7).all(axis=1)].astype(np.float64)
     place_N = np.argsort(truth.order_N)
@@ -130,7 +131,7 @@ def _to_xywh(corners_X4: np.ndarray) -> np.ndarray:
     """Converts corners to corner and sides, rounded to 1/1000 pixel.
 
     Files hold two decimals or fewer, so the rounding gives their values back.  Without it the
-    noise of float32 corners decides about IoUs that lie exactly on a threshold: on COCO's own
+    noise of float32 corners would decide IoUs that lie exactly on a threshold: on COCO's own
     example it moves mAP by 2e-4.
     """
     xy_X2 = corners_X4[:, :2]
@@ -197,16 +198,17 @@ def match_as_coco(
 ) -> np.ndarray:
     """Finds the object of each detection by COCO's rules, int64 [F].
 
-    CROWD: it lies on one; NOBODY: on nothing.
+    CROWD: the detection lies on a crowd region; NOBODY: it lies on nothing.
 
-    From the surest down, each takes the object of its class that it overlaps most, by `threshold`
-    or more, of those that are left; a crowd where there is none, which is never used up.
+    By falling score, each detection takes the object of its class that it overlaps most, by
+    `threshold` or more, among the objects not yet taken; if there is none, a crowd region, which
+    several detections can share.
 
     Source: github.com/cocodataset/cocoapi, PythonAPI/pycocotools/cocoeval.py, evaluateImg.
     """
     same_P = detections.label_F[pairs.detection_P] == truth.label_G[pairs.object_P]
     pairs = pairs.of(same_P & (pairs.overlap_P >= min(threshold, 1 - 1e-10)))
-    # The last of a detection's pairs is its choice: no crowd, most overlap, of equals the last.
+    # A detection chooses the last of its pairs: no crowd, most overlap, in a tie the last object.
     order_P = np.lexsort(
         (pairs.object_P, pairs.overlap_P, ~truth.crowd_G[pairs.object_P], pairs.detection_P)
     )
@@ -241,9 +243,10 @@ def _turns(detections: Detections, detection_P: np.ndarray) -> Iterator[np.ndarr
 def match_as_voc(truth: GroundTruth, detections: Detections, pairs: Pairs) -> np.ndarray:
     """Finds the object of each detection, as `match_as_coco`, by PASCAL VOC's rules at IoU 0.5.
 
-    Each detection means the object of its class that it overlaps most, taken or not; the surest of
-    those that mean it has found it.  Who means a difficult one (`crowd_G`) counts neither way.
-    Corners are edges here, where the devkit has the last pixel and adds one to each side.
+    Each detection is assigned to the object of its class that it overlaps most, taken or not; of
+    the detections assigned to an object, the one with the highest score has found it.  Detections
+    assigned to a difficult object (`crowd_G`) count neither way.  Corners are edges here, where the
+    devkit has the last pixel and adds one to each side.
 
     Source: VOCdevkit, VOCcode/VOCevaldet.m.
     """
@@ -253,7 +256,7 @@ def match_as_voc(truth: GroundTruth, detections: Detections, pairs: Pairs) -> np
     hit_F = iou_F >= 0.5
     detection_F, object_F = detection_F[hit_F], object_F[hit_F]
     match_F = np.full(len(detections.score_F), NOBODY)
-    _, first = np.unique(object_F, return_index=True)  # detection_F rises: the surest
+    _, first = np.unique(object_F, return_index=True)  # detection_F rises, so the highest score
     match_F[detection_F[first]] = object_F[first]
     match_F[detection_F[truth.crowd_G[object_F]]] = CROWD
     return match_F
@@ -262,7 +265,7 @@ def match_as_voc(truth: GroundTruth, detections: Detections, pairs: Pairs) -> np
 def most_overlapped(pairs: Pairs, by_P: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Finds the detections with a pair, and the object that each overlaps most.
 
-    Of equals it is the first object.
+    In a tie, the first object is chosen.
     """
     order_P = np.lexsort((-by_P, pairs.detection_P))
     detection_F, first = np.unique(pairs.detection_P[order_P], return_index=True)
@@ -282,7 +285,7 @@ class Counts(NamedTuple):
 
     @property
     def precision_CT(self) -> np.ndarray:
-        """Returns the precision; NaN where no detection is that sure."""
+        """Returns the precision; NaN where no detection reaches the confidence."""
         return _divide(self.right_CT, self.right_CT + self.wrong_CT)
 
     @property
@@ -308,7 +311,7 @@ def _divide(part: np.ndarray, whole_X: np.ndarray) -> np.ndarray:
 def count_by_confidence(
     truth: GroundTruth, detections: Detections, match_F: np.ndarray, classes: int
 ) -> Counts:
-    """Counts right and wrong detections of each class from each confidence on.
+    """Counts right and wrong detections of each class at or above each confidence.
 
     Args:
         match_F: result of `match_as_coco`.
@@ -335,7 +338,7 @@ def count_objects(truth: GroundTruth, classes: int) -> np.ndarray:
 def find_best_step(counts: Counts) -> int | None:
     """Returns the position in CONFIDENCE_T of the largest mean F1.
 
-    Of several equal ones it is the middle; None: there is no object.
+    In a tie, returns the middle one; None if there is no object.
     """
     if not counts.objects_C.any():
         return None
@@ -385,14 +388,14 @@ def default_step() -> int:
 
 
 def mean_of_measured(values_CX: np.ndarray) -> np.ndarray:
-    """Averages over classes what is a number; NaN where nothing is."""
+    """Averages the values that are not NaN over classes; NaN where there is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy's "Mean of empty slice"
         return np.nanmean(values_CX, axis=0)
 
 
 def right_by_class(label_F: np.ndarray, match_F: np.ndarray, classes: int) -> list[np.ndarray]:
-    """Splits the detections by class: whether each is right.
+    """Splits the detections by class: True for each that is right.
 
     Args:
         label_F, match_F: of detections in the order of `Detections`.

@@ -29,11 +29,11 @@ from ppdist.storage.stores import copy_command
 Numbers = dict[str, float]  # the finite numbers of a record of metrics.jsonl
 
 _NOT_FINITE = "loss or gradient not finite"
-_MOST_BYTES = 1 << 30  # largest file that is read: a training writes no larger one
+_MOST_BYTES = 1 << 30  # largest file that is read: a training run writes no larger one
 _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (WARNING|ERROR|CRITICAL) (.*)$")
-_SLACK_SECONDS = 120  # lines of train.log belong to a run from so long before its first record
+_SLACK_SECONDS = 120  # train.log lines up to this long before the first record belong to the run
 _LOWER_IS_BETTER = ("val_loss",)
-# The first one recorded is the headline of an evaluation, unless configured.
+# The first of these that is recorded is the headline metric, unless evaluate.metric is set.
 _HEADLINE_METRICS = ("mAP", "top1")
 
 
@@ -97,12 +97,12 @@ _PARTS: dict[str, TypeAdapter[Any]] = {
 }
 
 
-# The folder.
+# The run's folder.
 
 
 @dataclass
 class LogWarning:
-    """A warning of train.log, with the number of times it came."""
+    """A warning in train.log, with the number of times it occurred."""
 
     first: str
     text: str
@@ -127,7 +127,7 @@ class Run:
         config: dotted key -> value as in the YAML.
         evaluation: content of evaluation.json, without the invalid parts.
         problems: what could not be read.
-        missing: names of files that are not there.
+        missing: names of missing files.
     """
 
     folder: Path
@@ -153,18 +153,18 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Returns how many steps were made."""
+        """Returns the number of steps taken."""
         last = [records[-1]["step"] for records in (self.train, self.evaluations) if records]
         return int(max(last, default=0))
 
     @property
     def total_steps(self) -> int | None:
-        """Returns how many steps there were to make; None: it is not recorded."""
+        """Returns the planned number of steps; None if it is not recorded."""
         return self.derived_count("steps")
 
     @property
     def is_evaluation(self) -> bool:
-        """Returns True for an evaluation of weights, without a training."""
+        """Returns True if the folder holds an evaluation of weights, without training."""
         return self.evaluation is not None and not (self.times or self.config or self.warnings)
 
     @property
@@ -178,7 +178,7 @@ class Run:
     def best(self) -> Numbers | None:
         """Returns the evaluation of checkpoints/best.
 
-        If there is no such checkpoint: the one with the best `metric`, the first of equals.
+        If there is no such checkpoint: the evaluation with the best `metric`, in a tie the first.
         """
         name = self.metric
         measured = [record for record in self.measured if name in record]
@@ -191,7 +191,7 @@ class Run:
 
     @property
     def measured(self) -> list[Numbers]:
-        """Returns its evaluations; without any in the records, the one of evaluation.json."""
+        """Returns the recorded evaluations; if there are none, that in evaluation.json."""
         if self.evaluations or self.evaluation is None:
             return self.evaluations
         rows = self.evaluation.get("per_class") or ()
@@ -200,7 +200,7 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Returns True if it came to its end, as far as its records say."""
+        """Returns True if the run is complete, as far as its records show."""
         if self.finished:
             return self.finished != "signal"
         return self.total_steps is not None and self.steps >= self.total_steps
@@ -282,10 +282,10 @@ def finite_numbers(record: Mapping[str, Any]) -> Numbers:
 
 
 def read_run(folder: Path, names: Collection[str] | None = None) -> Run:
-    """Reads what a training left in its output_dir.
+    """Reads the files that a training run left in its output_dir.
 
-    Args: names: of the files to read; None: all.
-    Raises: UserError: as `require_run`.
+    Args: names: names of the files to read; None: all.
+    Raises: UserError: the folder does not exist or holds no run.
     """
     require_run(folder)
     run = Run(folder, folder.resolve().name)
@@ -302,7 +302,7 @@ def read_run(folder: Path, names: Collection[str] | None = None) -> Run:
                 read(run, path)
         except (OSError, ValueError, RecursionError, ConfigError) as error:
             run.problems.append(f"{name} cannot be read: {error}")
-    # A training holds the lock of its folder while it lives.
+    # A training run holds the lock of its folder as long as it is alive.
     run.running = files.is_held(folder)
     return run
 
@@ -340,7 +340,7 @@ def _read_config(run: Run, path: Path) -> None:
 def _read_evaluation(run: Run, path: Path) -> None:
     """Reads evaluation.json, and leaves out parts that are invalid.
 
-    Another version or a stranger may have written them.
+    Another version, or somebody else, may have written the file.
     """
     run.evaluation = _json_object(path)
     for name in _PARTS.keys() & run.evaluation.keys():
@@ -401,18 +401,18 @@ _FILES: dict[str, Callable[[Run, Path], None]] = {
 }
 
 
-# The history of a run: a row for each epoch.
+# The history of a run: one row per epoch.
 
 
 def history(output_dir: Path) -> list[dict[str, Any]]:
     """Returns the records of each epoch of a run, in order.
 
-    Works on running trainings, too.  Keys: `epoch`, `step` (its last), the means of `loss` and its
-    parts, `lr`, `images_per_second`, `seconds`; and of an evaluation at its end `mAP`, `val_loss`
-    and the like; `partial`, where the run was resumed in its middle from a checkpoint of an earlier
-    version, so that steps are missing.  An epoch with only training or only evaluation records has
-    only those keys.
-    Raises: UserError: it is not the folder of a run.
+    Also works while the run is still training.  Keys: `epoch`, `step` (its last), the means of
+    `loss` and its parts, `lr`, `images_per_second`, `seconds`; and of an evaluation at its end
+    `mAP`, `val_loss` and the like; `partial`, where the run was resumed in its middle from a
+    checkpoint of an earlier version, so that steps are missing.  An epoch with only training or
+    only evaluation records has only those keys.
+    Raises: UserError: the folder is not that of a run.
     """
     file = output_dir / "metrics.jsonl"
     try:
@@ -430,7 +430,7 @@ def history(output_dir: Path) -> list[dict[str, Any]]:
             epoch_row = {"epoch": values["epoch"], "step": record["step"], **values}
             rows.setdefault(values["epoch"], {}).update(epoch_row)
     for record in records.evaluations:
-        epoch = max(1, math.floor(record.get("epoch", 1) + 0.5))  # at whose end it was due
+        epoch = max(1, math.floor(record.get("epoch", 1) + 0.5))  # due at the end of it
         row = rows.setdefault(epoch, {"epoch": epoch, "step": record["step"]})
         row_keys = {*row, "time"}
         row.update({key: value for key, value in record.items() if key not in row_keys})

@@ -24,7 +24,7 @@ def count_duplicates(dataset: DetectionSet) -> int:
 
 
 def left_out_line(evaluation: Mapping[str, Any]) -> str:
-    """Describes how many images a score lacks, and which; "": none.
+    """Describes how many images a score leaves out, and which; "" if none.
 
     Args: evaluation: content of evaluation.json.
     """

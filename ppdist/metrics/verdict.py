@@ -26,7 +26,8 @@ from ppdist.metrics.run import Run
 from ppdist.metrics.scored import left_out_line
 
 # Limits of mAP50, or of a classifier's accuracy above chance: below the first the model has not
-# learned, from the second on it has.  Published detectors of COCO have 0.46 (YOLOv5n) and more.
+# learned; at the second or above, it has.  Published detectors of COCO have 0.46 (YOLOv5n) and
+# more.
 _LEARNED_NOTHING, _LEARNED = 0.1, 0.4
 _SMOOTH = 3  # window of the running median used to detect a drop
 _FALL = 0.03  # a larger fall of the score than this, or than the next number times its best, counts
@@ -37,7 +38,7 @@ _EARLY = 0.6  # a best score before this part of the run means no improvement fo
 _WEAK = 0.5  # a class below this part of the mean AP is weak
 _MOST_WEAK = 3  # weak classes that a message names
 _FEW_IMAGES = 20  # a validation split below this size scores imprecisely
-# Findings before a training that more epochs cannot mend.
+# Findings before training that more epochs cannot fix.
 NOT_BY_EPOCHS = (DETR_FROM_SCRATCH, TINY_OBJECTS, BEYOND_QUERIES)
 
 
@@ -54,15 +55,16 @@ class _Course(NamedTuple):
 
     @property
     def best(self) -> int:
-        """Returns the position of checkpoints/best; without one that of the best score, the first
-        of equals.
+        """Returns the position of checkpoints/best.
+
+        If there is none: that of the best score, in a tie the first.
         """
         if self.best_record in self.records:
             return self.records.index(self.best_record)
         return max(range(len(self.records)), key=lambda index: self.values[index])
 
     def epoch(self, index: int) -> str:
-        """Returns `epoch 12`; "": it is not recorded."""
+        """Returns text like `epoch 12`; "" if the epoch is not recorded."""
         epoch = self.records[index].get("epoch")
         return f"epoch {math.ceil(epoch - 1e-6)}" if _is_number(epoch) else ""
 
@@ -78,17 +80,19 @@ def verdict(
     findings: Mapping[str, str] | None = None,
     best: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
-    """Judges a training; the most important finding is first.
+    """Judges a training run; the most important finding comes first.
 
     Args:
-        evaluations, steps: records of metrics.jsonl, in order; of an evaluation alone its metrics.
+        evaluations, steps: records of metrics.jsonl, in order; for an evaluation without training,
+            its metrics.
         evaluation: content of evaluation.json, or parts of it.
-        fine_tuned: it began with trained weights.
-        finished: why it ended, as in metrics.jsonl: total, early_stopping, hours or signal; "":
-            it has not ended.
-        run: its folder, for commands to copy.
-        findings: findings before it began, by code (`Run.findings`).
-        best: that of `evaluations` whose weights are checkpoints/best; None: by mAP or top1.
+        fine_tuned: True if the run began with trained weights.
+        finished: why the run ended, as in metrics.jsonl: total, early_stopping, hours or signal;
+            "": it has not ended.
+        run: the run's folder, used in commands that the user can copy.
+        findings: findings before the run began, by code (`Run.findings`).
+        best: the entry of `evaluations` whose weights are checkpoints/best; None: chosen by mAP or
+            top1.
     """
     evaluation = evaluation or {}
     metric = "mAP" if any(_measured(record, "mAP") for record in evaluations) else "top1"
@@ -142,7 +146,7 @@ def _measured(record: Mapping[str, Any], metric: str) -> bool:
     return _is_number(record.get(metric)) and record[metric] >= 0
 
 
-# Level.
+# How much was learned.
 
 
 def _level(
@@ -180,7 +184,7 @@ def _level(
 
 
 def _skill(best: Mapping[str, Any], metric: str, evaluation: Mapping[str, Any]) -> float:
-    """Returns the skill of a model, from 0 (nothing is learned) to 1 (everything)."""
+    """Returns the skill of a model, from 0 (nothing learned) to 1 (perfect)."""
     if metric == "mAP":
         return float(best["mAP50"] if _measured(best, "mAP50") else best["mAP"])
     classes = len(evaluation.get("per_class") or ())
@@ -188,7 +192,7 @@ def _skill(best: Mapping[str, Any], metric: str, evaluation: Mapping[str, Any]) 
     return (float(best["top1"]) - chance) / max(1e-9, 1 - chance)
 
 
-# Course.
+# How the score developed.
 
 
 def _judge_course(
@@ -222,7 +226,7 @@ def _judge_course(
 
 
 def _final_after_fall(values: Sequence[float]) -> float | None:
-    """Returns the score at the end, if it has fallen."""
+    """Returns the score at the end if it fell, else None."""
     if len(values) < FEWEST:
         return None
     smooth = [median(values[start : start + _SMOOTH]) for start in range(len(values) - _SMOOTH + 1)]
@@ -231,7 +235,7 @@ def _final_after_fall(values: Sequence[float]) -> float | None:
 
 
 def _gain(course: _Course) -> float:
-    """Returns the gain of the last part of the evaluations."""
+    """Returns the gain in score over the last part of the evaluations."""
     values = course.values
     late_count = max(1, round(_LATE * len(values)))
     if len(values) <= late_count:

@@ -38,7 +38,7 @@ class LowPrecision(Exchange):
         self.dtype = dtype
 
     def average(self, gradients: Sequence[paddle.Tensor], factor: Callable[[], float]) -> None:
-        """Averages gradients in low precision, biases and norms in float32; see `Exchange`."""
+        """Averages gradients in low precision, those with one axis in float32; see `Exchange`."""
         super().average([gradient for gradient in gradients if gradient.ndim < 2], factor)
         large = [gradient for gradient in gradients if gradient.ndim >= 2]
         scale = 1.0 / ranks.world_size()
@@ -52,7 +52,7 @@ class LowPrecision(Exchange):
 
 
 def float16_scale(square: float) -> float:
-    """Computes the power of two by which gradients fit float16.
+    """Computes the power of two that scales gradients into the range of float16.
 
         |sum_r g_r| <= sum_r |g_r| <= sqrt(W * sum_r |g_r|^2)
 
@@ -106,13 +106,13 @@ class _Feedback(Exchange):
     def average(self, gradients: Sequence[paddle.Tensor], factor: Callable[[], float]) -> None:
         """Adds the rests, sends a part, and replaces gradients by the mean of what ranks sent.
 
-        All ranks first test if all gradients are finite: a value that is not would stay in the rest
-        and spoil every later step.
+        All ranks first test whether all gradients are finite: a non-finite value would stay in the
+        rest and spoil every later step.
         """
         assert len(gradients) == len(self._compressed), "a parameter has no gradient"
         multiple = factor()
         if not math.isfinite(_global_square(gradients) * multiple * multiple):
-            # No rank may apply this step; nan in all gradients makes their norm say so.
+            # No rank may apply this step; nan in all gradients makes their norm nan, too.
             for gradient in gradients:
                 gradient.scale_(math.nan)
             return
@@ -140,7 +140,7 @@ class _Feedback(Exchange):
         return {f"{self.name}/rest/{key}": rest for key, rest in zip(self.keys, gathered)}
 
     def load(self, arrays: dict[str, np.ndarray]) -> str:
-        """Restores the rest; other numbers of ranks share its sum equally.
+        """Restores the rest; if the number of ranks has changed, they share its sum equally.
 
         For a gradient that was not compressed in this way, the rest is 0.  Returns, raises: see
         `Exchange.load`.
@@ -323,7 +323,7 @@ class LocalSGD(Exchange):
         Args:
             parameters: the trained parameters, float32, in the same order on every rank.
             every: steps from one synchronisation to the next.
-            last: number of steps of the run; the last step is always synchronised.
+            last: number of steps in the run; the last step is always synchronised.
         """
         self.every = every
         self._parameters = parameters
@@ -379,7 +379,7 @@ def build_exchange(
 
     Args:
         parameters: the trained parameters, by state-dict key.
-        steps: number of steps of the run.
+        steps: number of steps in the run.
     """
     if ranks.world_size() == 1:
         return DuringBackward()

@@ -32,11 +32,11 @@ class Decay:
 
     @property
     def limit(self) -> float:
-        """Returns the decay at which a long run arrives."""
+        """Returns the decay that a long run approaches."""
         return self.decay**self.kappa
 
     def __call__(self, update: int) -> float:
-        """Returns the decay of one update, counted from 1."""
+        """Returns the decay for one update; updates are counted from 1."""
         if self.ramp_steps is None:
             return min(self.limit, (1 + update) / (10 + update))
         ramp = 1 - math.exp(-update * self.kappa / self.ramp_steps)
@@ -44,7 +44,7 @@ class Decay:
 
 
 class Restart(NamedTuple):
-    """Restart of an average: the step before which it happens, and the decay from then on."""
+    """Restart of an average: the step before which it happens, and the decay afterwards."""
 
     step: int
     decay: Decay
@@ -59,8 +59,8 @@ class EMA:
     same average, because they hold the same model.
 
     Attributes:
-        updates: number of updates since it started.
-        restarted: step before which it was restarted; None: it was not.
+        updates: number of updates since the average started.
+        restarted: step before which the average was restarted; None: never.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class EMA:
 
     @property
     def decay(self) -> Decay:
-        """Returns the decay by number of updates.
+        """Returns the decay as a function of the number of updates.
 
-        A resumed run that was made longer restarts later, and has its first decay until then.
+        A resumed run that was lengthened restarts later, and uses its first decay until then.
         """
         restart = self._restart
         return restart.decay if restart and restart.step == self.restarted else self._decay
@@ -151,7 +151,7 @@ class EMA:
 
     def state(self) -> dict[str, np.ndarray]:
         """Returns the average as arrays, for a checkpoint."""
-        # Cloned, because the array of a part of a storage would keep all of the storage.
+        # Cloned, because an array of part of a storage would keep the whole storage in memory.
         return {key: value.clone().numpy() for key, value in self.average.items()}
 
     def load(

@@ -41,7 +41,7 @@ class Exchange:
     def norm_square(self, local: paddle.Tensor) -> paddle.Tensor:
         """Returns the square of the gradient norm that all ranks use, [1].  Collective.
 
-        Averaged gradients have the same norm everywhere.
+        Averaged gradients have the same norm on every rank.
 
         Args: local: the square of this rank's norm.
         """
@@ -55,17 +55,17 @@ class Exchange:
         return self.synchronised(step)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Returns what a resumed run needs of all ranks, the same on every rank.  Collective."""
+        """Returns what a resumed run needs from all ranks, the same on every rank.  Collective."""
         return {}
 
     def load(self, arrays: dict[str, np.ndarray]) -> str:
         """Restores the result of `state`.  Collective.
 
-        It may come from any kind of exchange and any number of ranks.
+        The state may come from any kind of exchange and any number of ranks.
 
         Returns: a warning if a part of it is not used here (on one rank no part is, because nothing
             is sent); else "".
-        Raises: CheckpointError: it belongs to other parameters.
+        Raises: CheckpointError: the state belongs to other parameters.
         """
         return warn_dropped(arrays)
 

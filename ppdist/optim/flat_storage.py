@@ -16,19 +16,19 @@ class FlatStorage:
     """Float32 tensors that lie in one storage.
 
     An in-place operation on the result of `gather` changes all of them: the host dispatches one
-    operator instead of one for each tensor.  It suits small tensors, or few, because `Tensor.numpy`
-    copies the whole storage in which a tensor lies.
+    operator instead of one for each tensor.  It suits small tensors, or few of them, because
+    `Tensor.numpy` copies the whole storage that contains a tensor.
 
-    An operator may give a tensor a new storage instead of writing into its storage; those do so for
-    which an accelerator has no kernel, and which Paddle runs on the CPU.  So `gather` first checks
-    by its address where each tensor lies, and `scatter` where its values do.
+    An operator may give a tensor a new storage instead of writing into the old one; operators do so
+    if the accelerator has no kernel for them and Paddle runs them on the CPU.  So `gather` first
+    checks the address of each tensor, and `scatter` the address of its values.
     """
 
     def __init__(self, tensors: Sequence[paddle.Tensor], aligned: bool = True) -> None:
         """Moves the tensors into one storage.
 
         Args:
-            tensors: at least one, none twice; they will lie in this order.
+            tensors: at least one, without duplicates; they are stored in this order.
             aligned: every tensor begins at a multiple of 64 bytes, as Paddle's allocations do,
                 because some kernels sum in an order that depends on that; gaps are zeros.
         """
@@ -42,7 +42,7 @@ class FlatStorage:
 
     @paddle.no_grad()
     def _lay_out(self) -> None:
-        """Copies all tensors into a new storage, of which they become parts."""
+        """Copies all tensors into a new storage, and makes them parts of it."""
         pieces = []
         for gap, tensor in zip(self._gaps, self.tensors):
             pieces += [tensor.flatten(), *([paddle.zeros([gap])] if gap else [])]

@@ -50,7 +50,7 @@ class LRScheduler:
     steps_per_epoch: float  # as step_epochs counts them
 
     def rates(self, step: int) -> LearningRates:
-        """Returns the rates of a step; those of biases, and momentum, differ only in warm-up."""
+        """Returns the rates of a step; bias rate and momentum differ only during warm-up."""
         lr, progress = self(step), min(1.0, (step + 1) / max(1, self.warmup_steps))
         start = self.config.warmup_momentum
         momentum = self.momentum if start is None else start + (self.momentum - start) * progress

@@ -41,7 +41,7 @@ def build_optimizer(
     if not config.decay_biases:
         exempt |= {id(parameter) for parameter in biases(model)}
     group_by_key = parameter_groups(model, config.groups) if config.groups else {}
-    # Paddle takes the decay of a group of parameters, not of each, so one group for each decay.
+    # Paddle sets weight decay per group of parameters, so there is one group for each decay.
     by_decay: dict[float, list[paddle.Tensor]] = {}
     for key, parameter in model.named_parameters():
         if not parameter.stop_gradient:
@@ -111,7 +111,7 @@ def parameter_groups(
 
 
 def parameter_group_lines(model: nn.Layer, groups: Sequence[ParameterGroupConfig]) -> list[str]:
-    """Describes the weights of each group, and how they train, in lines for the log.
+    """Describes the weights of each group and how they are trained, as lines for the log.
 
     Raises: ConfigError: see `parameter_groups`.
     """
@@ -147,7 +147,7 @@ def layerwise_lr_factors(stages: dict[str, list[str]], decay: float) -> dict[str
 
 
 def layerwise_lr_decay(model: ImageModel, decay: float) -> list[str]:
-    """Describes each stage's multiple of the rate in a line for the log."""
+    """Describes each stage's multiple of the learning rate, as a line for the log."""
     stages = model.stages
     factors = layerwise_lr_factors(stages, decay)
     descriptions = (f"{name} x {factors[keys[0]]:.3g}" for name, keys in stages.items())
@@ -155,7 +155,7 @@ def layerwise_lr_decay(model: ImageModel, decay: float) -> list[str]:
 
 
 def biases(model: nn.Layer) -> list[paddle.Tensor]:
-    """Returns the trainable biases of all layers, those of normalisation layers, too."""
+    """Returns the trainable biases of all layers, including normalisation layers."""
     named = model.named_parameters()
     return [p for key, p in named if key.rpartition(".")[2] == "bias" and not p.stop_gradient]
 
@@ -163,7 +163,7 @@ def biases(model: nn.Layer) -> list[paddle.Tensor]:
 def split_name(name: str, names: dict[str, str]) -> tuple[str, str]:
     """Splits Paddle's name of an accumulator into structured key and accumulator.
 
-    Raises: CheckpointError: no parameter has such a name.
+    Raises: CheckpointError: the name belongs to no parameter.
     """
     # Parameter names have underscores, too (`conv2d_3.w_0`), so the longest known prefix is the
     # name.
@@ -226,7 +226,7 @@ def load_optimizer_arrays(
 
 
 def _reset_state(optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
-    """Resets all state to that before step 1."""
+    """Resets all state to its values before step 1."""
     for name, tensors in paddle_api.accumulators(optimizer).items():
         first = paddle_api.first_power(optimizer, name)
         for tensor in tensors.values():
@@ -242,8 +242,8 @@ def filter_optimizer_state(
 ) -> tuple[dict[str, np.ndarray], str]:
     """Converts the result of `Updater.state` for the parameters that train now.
 
-    Parameters that were frozen then get the state before a first step; the state of parameters that
-    are frozen now is left out.
+    Parameters that were frozen when the state was saved get the state before a first step; the
+    state of parameters that are frozen now is left out.
 
     Returns: the arrays; a warning, else "".
     """
@@ -256,7 +256,7 @@ def filter_optimizer_state(
     filtered = {
         key: array for key, array in arrays.items() if trains.get(key.rpartition("/")[0], True)
     }
-    # Parameters of low precision have other parts (masters) than those of float32.
+    # Low-precision parameters have other parts (masters) than float32 parameters.
     examples = {
         parameters[key].dtype: parts_of_key
         for key, parts_of_key in parts.items()
@@ -283,7 +283,7 @@ def filter_optimizer_state(
 def _initial_accumulator(
     optimizer: paddle.optimizer.Optimizer, part: str, example: np.ndarray, parameter: paddle.Tensor
 ) -> np.ndarray:
-    """Builds an accumulator of a parameter as it is before its first step.
+    """Builds an accumulator of a parameter with its value before the first step.
 
     Args: part: name of the accumulator; example: the same accumulator of another parameter.
     """

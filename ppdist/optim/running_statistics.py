@@ -9,16 +9,16 @@ from ppdist.optim.flat_storage import FlatStorage
 
 
 class RunningStatistics:
-    """Running means and variances of a model's batch norms, and their update in a step.
+    """Running means and variances of a model's batch norms, updated once per step.
 
-    Batch norm updates them in each micro-batch.  Here they get one update in a step, by the mean of
+    Batch norm updates them in each micro-batch.  Here they get one update per step, by the mean of
     the statistics of its M micro-batches on all ranks:
 
         running <- rho * running + (1 - rho) / M * sum over micro-batches of statistic
 
     Attributes:
         spread: each micro-batch is spread over several ranks.
-        meet: batch norms of all ranks communicate in forward and backward.
+        meet: batch norms of all ranks communicate in the forward and backward passes.
     """
 
     def __init__(self, model: nn.Layer, spread: bool) -> None:
@@ -62,7 +62,7 @@ class RunningStatistics:
 
     def end_pass(self, count: int) -> None:
         """Adds up the statistics of a micro-batch, one of `count` on this rank."""
-        # With one micro-batch the layers have already made the right update.
+        # With one micro-batch the layers have already applied the right update.
         if self._storage is not None and count > 1:
             self._moved = self._storage.gather() + self._moved
             self.undo()
@@ -73,7 +73,7 @@ class RunningStatistics:
             self._set(self._moved / count)
 
     def finite(self) -> Tensor | float:
-        """Returns 1 if all are finite, else 0; [] float32."""
+        """Returns 1 if all statistics are finite, else 0; [] float32."""
         if self._storage is None:
             return 1.0
         return paddle.isfinite(self._storage.gather().sum()).astype("float32")
@@ -85,18 +85,18 @@ class RunningStatistics:
     def undo(self) -> None:
         """Restores the statistics to those at the beginning of the step.
 
-        Values that are not finite would stay so forever, and a repeated step must not count twice.
+        Non-finite values would never recover, and a repeated step must not count twice.
         """
         if self._before is not None:
             self._set(self._before)
 
     def count(self, local: float, everywhere: float) -> None:
-        """Counts the micro-batches of an applied step, of this rank and of all."""
+        """Counts the micro-batches of an applied step, on this rank and on all ranks."""
         self._local_count += local
         self._global_count += everywhere
 
     def average(self) -> None:
-        """Averages them over ranks, by their micro-batches since the last time.  Collective.
+        """Averages statistics, weighted by micro-batches since the last time.  Collective.
 
         Without SyncBN each rank has updated them by its own micro-batches.  If no step was applied
         they are unchanged, and are not averaged, because a mean of equal values may round.

@@ -13,18 +13,18 @@ from ppdist.optim.updater import Updater
 
 
 class ShardedUpdater(Updater):
-    """Updater with which each rank updates its share of the parameters.
+    """Updater in which each rank updates only its share of the parameters.
 
     The state of the optimizer (momentum: one float32 for each weight, AdamW: two) is created where
     it is used, so a rank holds 1 / ranks of it.  Weights, gradients and the norm for clipping are
     complete on every rank, and an update depends on one parameter only, so the weights are bit for
-    bit those without shares.  The price: after each step every weight is sent once more.
+    bit the same as without sharding.  The price: after each step every weight is sent once more.
 
     Paddle's DygraphShardingOptimizer does the same, but requires its HybridParallelOptimizer and
     model wrapper, which fold clipping and loss scaling into the update.  This class was not run on
     a GPU.
     Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, stage 1 (P_os), with an all-reduce of
-    gradients where theirs scatters: gloo has no reduce-scatter in Paddle.
+    gradients instead of their reduce-scatter, which Paddle's gloo backend lacks.
     """
 
     def __init__(

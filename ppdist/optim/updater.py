@@ -20,7 +20,7 @@ from ppdist.optim.optimizer import (
 
 
 class Updater:
-    """An optimizer of Paddle with the model that it trains.
+    """A Paddle optimizer with the model that it trains.
 
     Attributes:
         optimizer: Paddle's optimizer.
@@ -41,14 +41,14 @@ class Updater:
         step. Parameters with the same multiple share a tensor, which Paddle would create for each.
         """
         self.optimizer.set_lr(rates.lr)
-        # Paddle multiplies the common rate, so the rate of biases is given as a multiple of it.
+        # Paddle multiplies the common rate, so the rate of biases is expressed as a multiple of it.
         bias = rates.bias_lr / rates.lr if rates.lr else 1.0
         bias_ids = {id(parameter) for parameter in self._biases}
         tensors: dict[float, Tensor] = {}
         common = paddle.full([1], rates.lr, "float32")
         for parameter in paddle_api.trained_parameters(self.optimizer):
             factor = parameter.optimize_attr.get(LR_FACTOR, 1.0)
-            # Layer-wise factors and those of parameter groups come on top of the rate of biases.
+            # Factors of layers and of parameter groups multiply the rate of biases, too.
             multiple = (bias if id(parameter) in bias_ids else 1.0) * factor
             if multiple != 1.0 and multiple not in tensors:
                 tensors[multiple] = common * multiple
@@ -59,7 +59,8 @@ class Updater:
     def update(self, step: Callable[[Any], None]) -> None:
         """Updates the parameters.
 
-        Args: step: steps the optimizer that it gets, as `GradScaler.step` does.
+        Args: step: function that takes a step with the optimizer passed to it, like
+        `GradScaler.step`.
         """
         step(self.wrapped)
 
@@ -78,7 +79,7 @@ class Updater:
     def state(self) -> dict[str, np.ndarray]:
         """Returns all state as arrays, on rank 0: `<parameter key>/<accumulator>` -> array.
 
-        Collective if ranks have shares of it.  Paddle names accumulators after generated
+        Collective if the state is sharded over ranks.  Paddle names accumulators after generated
         parameter names (`conv2d_3.w_0_velocity_0`), which change when another layer is built first;
         a checkpoint must not depend on that.  Float32 masters (AMP O2) are
         `<parameter key>/fp32_master_0`, and their accumulators
@@ -98,7 +99,7 @@ class Updater:
     def load(self, arrays: dict[str, np.ndarray]) -> str:
         """Restores the result of `state`.
 
-        Returns: a warning if other parameters were trained then; else "".
+        Returns: a warning if other parameters were trained when the state was saved; else "".
         """
         arrays, warning = filter_optimizer_state(self.optimizer, self._model, arrays)
         load_optimizer_arrays(self.optimizer, self._model, self._local(arrays))

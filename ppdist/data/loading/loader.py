@@ -529,7 +529,7 @@ class WorkerPool:
         self._timeout = timeout_seconds
         self._numbers = itertools.count()
         self._outages = _Outages(samples)
-        self._wanted: dict[int, Task] = {}  # of the current run, in order, not yet yielded
+        self._wanted: dict[int, Task] = {}  # tasks of the current run, in order, not yet yielded
         self._done: dict[int, tuple[WorkerBatch, Worker, int]] = {}
         # Shared, so that all workers see at once which records are blocked.
         samples.blocklist_N = _allocate_shared(len(samples), np.uint8)
@@ -622,7 +622,7 @@ class WorkerPool:
 
     def _accept_result(self, worker: Worker, result: Result) -> None:
         task, slot = worker.tasks.pop(result.number)
-        if task.number not in self._wanted:  # of an abandoned run
+        if task.number not in self._wanted:  # a result of an abandoned run
             worker.free.append(slot)
             return
         worker_batch = result.worker_batch

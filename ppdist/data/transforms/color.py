@@ -19,7 +19,7 @@ from ppdist.config.augment import AugmentConfig
 from ppdist.data.types import Sample
 
 _BLUR = (0.5, 2.0)  # standard deviation, input pixels
-_STRIP = 64  # rows at once: they stay in the CPU cache for all three operations, twice as fast
+_STRIP = 64  # rows per pass: they stay in the CPU cache for all three operations, twice as fast
 _ERASED = (0.02, 0.2)  # of the input's area
 _ASPECTS = (0.3, 1 / 0.3)
 _LEAST_LEFT = 1 / 3  # of a box's pixels: with less, the object is dropped

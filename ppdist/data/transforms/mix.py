@@ -48,8 +48,9 @@ class PasteSource(NamedTuple):
         """Maps the outlines of an image into the input.
 
         Args:
-            outlines_M: of all objects of the original, in its pixels; empty: no object has any.
-            positions: of those objects of the original that the sample has.
+            outlines_M: outlines of all objects of the original, in its pixels; empty if there are
+                none.
+            positions: positions in the original of the objects that the sample keeps.
             source: the part (x1, y1, x2, y2) of the original that is visible, before matrix_33.
             matrix_33: pixels of the original -> pixels of the input.
         """
@@ -68,7 +69,7 @@ def mixup(first: Sample, second: Sample, rng: np.random.Generator) -> Sample:
 
 
 def cutmix(base: Sample, donor: Sample, rng: np.random.Generator) -> Sample:
-    """Replaces a rectangle of one input, and the objects in it, by those of another.
+    """Replaces a rectangle of one input, with its objects, by the same rectangle of another.
 
     The rectangle has the aspect of the input, an area uniform between 0 and all of it, and its
     middle anywhere.
@@ -135,9 +136,9 @@ MOSAIC_IMAGES = 4
 
 
 class Slot(NamedTuple):
-    """A place in a mosaic.
+    """The position of an image in a mosaic.
 
-    x, y: a point in canvas pixels.  before_x, before_y: share of the image left of it and above it.
+    x, y: a point in canvas pixels.  before_x, before_y: fraction of the image left of and above it.
     """
 
     x: float
@@ -146,7 +147,7 @@ class Slot(NamedTuple):
     before_y: float
 
     def tile(self, height: int, width: int) -> tuple[float, float, float, float]:
-        """Returns the box (x1, y1, x2, y2) of an image in this place, in canvas pixels.
+        """Returns the box (x1, y1, x2, y2) of an image at this position, in canvas pixels.
 
         Args: height, width: of the image.
         """
@@ -158,7 +159,7 @@ class Layout(NamedTuple):
     """The layout of a mosaic on its canvas, in canvas pixels (height, width).
 
     cell: the size that each image is fitted to.
-    slots: the places of the images, row by row; they never overlap.
+    slots: the positions of the images, row by row; images never overlap.
     """
 
     canvas: tuple[int, int]
@@ -171,7 +172,7 @@ def random_layout(grid: bool, size: tuple[int, int], rng: np.random.Generator) -
 
     Args:
         size: (height, width) of the input.
-        grid: lays them out in a grid, for which no random number is drawn.
+        grid: lays the images out in a grid, for which no random number is drawn.
     """
     return grid_layout(size) if grid else point_layout(size, rng)
 

@@ -85,7 +85,7 @@ class Samples:
     when reading one last began (time.monotonic); blocklist_N: uint8, how reading a record ended two
     workers: 0, a signal, HUNG or EXITED; awaited: int64 [2], position of the record whose storage
     is waited for, or NOTHING, and the errno.  All are in memory that a worker shares with its rank,
-    which thus knows why a worker died, and if it hangs or waits.
+    which thus knows why a worker died, and whether it hangs or waits.
 
     Every image was there at the start (`check_files`).  So an image that cannot be opened while
     others of its folder can was deleted or damaged; if none can, their storage is unavailable: it
@@ -144,9 +144,10 @@ class Samples:
         return self._last[1]
 
     def batch(self, keys: Sequence[SampleKey], out: np.ndarray | None = None) -> WorkerBatch:
-        """Makes the batch of these keys; errors are part of the result.
+        """Builds the batch for these keys; errors are part of the result.
 
-        Args: keys: all of one shape; out: uint8 [at least B*3*H*W], memory for the images.
+        Args: keys: keys of samples of one shape; out: uint8 [at least B*3*H*W], memory for the
+        images.
         """
         self._problems, self._unusable = [], {}
         key = keys[0]
@@ -181,9 +182,9 @@ class Samples:
         return samples
 
     def _read(self, index: int, consequence: str = "") -> np.ndarray | None:
-        """Reads the image, reduced; if it is not usable, records that and returns None.
+        """Reads the image, reduced; if it is unusable, records the problem and returns None.
 
-        The image may be read-only.  The line for the user ends with `consequence`.
+        The image may be read-only.  The message for the user ends with `consequence`.
 
         Raises: DataError: it cannot be read and data.bad_images is `error`.  StorageError.
         """
@@ -205,7 +206,7 @@ class Samples:
         return None
 
     def _read_when_available(self, index: int) -> np.ndarray:
-        """Reads the image, reduced; waits for its storage while that is unavailable.
+        """Reads the image, reduced; waits while its storage is unavailable.
 
         Raises: DataError: the file cannot be read.  StorageError: storage stays unavailable.
         """
@@ -230,7 +231,7 @@ class Samples:
         return image_HW3
 
     def _read_now(self, index: int) -> np.ndarray:
-        """Reads the image, reduced, without a wait.
+        """Reads the image, reduced, without waiting.
 
         Raises: DataError: the file cannot be read.  StorageError: its storage is unavailable.
         """
@@ -241,7 +242,7 @@ class Samples:
                 return self._cached_image(index)
             except DataError as error:
                 failure, cause = error, error.__cause__
-                # A store refuses everything once credentials have ended.
+                # A store refuses all requests once the credentials have expired.
                 refused = isinstance(cause, PermissionError) and is_remote(path)
                 if folder_was_readable or not (is_outage(cause) or refused):
                     raise
@@ -257,7 +258,7 @@ class Samples:
         ) from cause
 
     def _recent_wait_seconds(self) -> float:
-        """Returns the seconds waited for storage, less the time since."""
+        """Returns the seconds waited for storage recently, minus the time since then."""
         seconds, until = self.waited.tolist()
         return max(0.0, seconds - (time.monotonic() - until))
 
@@ -300,12 +301,12 @@ class Samples:
         return image_HW3
 
     def _warn_dark(self) -> None:
-        """Adds a line about images that look nearly black, the same for all of the set."""
+        """Adds a line about images that look nearly black, the same for the entire set."""
         self._problems.append(f"{self._dataset.source}: {DARK}; `ppdist data check` lists them")
 
 
 def _describe_block(code: int) -> tuple[str, str]:
-    """Describes why a record is on the blocklist: (code, reason), or empty ones."""
+    """Describes why a record is on the blocklist: (code, reason); empty if it is not."""
     if not code:
         return "", ""
     if code == HUNG:
@@ -342,9 +343,10 @@ class TrainSamples(Samples):
     ) -> None:
         """
         Args:
-            epochs: of the whole run; needed if augmentation depends on its length.
+            epochs: epochs of the whole run; needed if augmentation depends on the length of the
+                run.
             reductions_N: from `reductions`.
-        Raises: ValueError: epochs are needed and were not given.
+        Raises: ValueError: epochs are needed but None.
         """
         super().__init__(
             dataset,
@@ -369,9 +371,10 @@ class TrainSamples(Samples):
         augment = self._augment_in(key.epoch)
         size = key.height, key.width
         sample = self._compose(key.index, size, augment, rng)
-        # What is switched off draws no random number, so that the other numbers stay the same.
+        # A disabled step draws no random number, so that the other numbers stay the same.
         if augment.copy_paste and rng.random() < augment.copy_paste:
-            # Drawn before it is known to have outlines, so that the numbers after it stay the same.
+            # Drawn before the sample is known to have outlines, so that later numbers stay the
+            # same.
             index = int(rng.integers(len(self._dataset.records)))
             if any(self._dataset.records[index].polygons_M):
                 sample = copy_paste(sample, self._single(index, size, augment, rng), rng)
@@ -399,7 +402,7 @@ class TrainSamples(Samples):
     def _compose(
         self, index: int, size: tuple[int, int], augment: AugmentConfig, rng: np.random.Generator
     ) -> Sample:
-        """Makes a sample of image `index`, or its substitute, before it is mixed with another."""
+        """Builds a sample of image `index`, or its substitute, before it is mixed with another."""
         if augment.mosaic and rng.random() < augment.mosaic:
             return self._mosaic(index, size, augment, rng)
         return self._single(index, size, augment, rng).sample
@@ -407,7 +410,7 @@ class TrainSamples(Samples):
     def _single(
         self, index: int, size: tuple[int, int], augment: AugmentConfig, rng: np.random.Generator
     ) -> PasteSource:
-        """Makes a sample of one image, placed in the input by `GEOMETRY_STEPS`."""
+        """Builds a sample of one image, placed in the input by `GEOMETRY_STEPS`."""
         source = self._open(index, random_turn(augment.rotate90, rng))
         params = GeometryParams.of_image(source.boxes_M4, source.width, source.height, size)
         params = random_geometry(params, augment, rng)
@@ -426,7 +429,8 @@ class TrainSamples(Samples):
             positions, matrix_33 = np.flatnonzero(keep_M), placement.matrix_33
         else:
             placement = params.placement(self._resize)
-            # The window is placed as without a matrix, then drawn through it in one warp.
+            # The window is placed as if there were no matrix, then drawn through the matrix in one
+            # warp.
             placed_33 = box_matrix(placement.source, placement.target)
             boxes_M4, placed_M = map_boxes(source.boxes_M4, placement)
             canvas = MosaicCanvas(size)
@@ -442,7 +446,7 @@ class TrainSamples(Samples):
     def _mosaic(
         self, index: int, size: tuple[int, int], augment: AugmentConfig, rng: np.random.Generator
     ) -> Sample:
-        """Makes a sample of four images, the first of them `index`, seen through a random view."""
+        """Builds a sample of four images, the first of them `index`, seen through a random view."""
         partners = rng.integers(len(self._dataset.records), size=MOSAIC_IMAGES - 1)
         order = rng.permutation(MOSAIC_IMAGES)
         layout = random_layout(augment.mosaic_whole, size, rng)
@@ -471,7 +475,7 @@ class TrainSamples(Samples):
     def _tile_matrix(
         self, slot: Slot, width: int, height: int, cell: tuple[int, int]
     ) -> np.ndarray:
-        """Builds the matrix from an image to its place on the canvas of a mosaic."""
+        """Builds the matrix from an image to its position on the canvas of a mosaic."""
         placement = fit_image(width, height, cell, self._resize)
         left, top, right, bottom = placement.target
         return box_matrix(placement.source, slot.tile(bottom - top, right - left))
@@ -486,9 +490,9 @@ class TrainSamples(Samples):
         return SourceImage.of(readable, image_HW3, reduced, self._record(readable), turn)
 
     def _next_readable(self, index: int) -> tuple[int, np.ndarray]:
-        """Reads the first readable image from `index` on, reduced: a function of `index`.
+        """Reads the first readable image at or after `index`, reduced: a function of `index`.
 
-        Raises: DataError: a hundred in a row cannot be read.
+        Raises: DataError: a hundred images in a row cannot be read.
         """
         count = len(self._dataset.records)
         tries = min(count, _MAX_REPLACEMENTS)
@@ -534,7 +538,7 @@ def reductions(
 def require_outlines(dataset: DetectionSet, augment: AugmentConfig) -> None:
     """Checks that a set has outlines if objects are to be pasted.
 
-    Raises: DataError: the set, read with masks, has no outline.
+    Raises: DataError: the set was read with masks but has no outline.
     """
     if augment.needs_outlines and not any(any(record.polygons_M) for record in dataset.records):
         raise DataError(
@@ -574,7 +578,7 @@ class EvalSamples(Samples):
         return self._sample(key, self._resize_input(image_HW3, (key.height, key.width)))
 
     def _usable(self, samples: list[Sample]) -> list[Sample]:
-        # One sample at least: with padding the rank still reaches its collectives.
+        # At least one sample: with padding the rank still reaches its collectives.
         return [sample for sample in samples if sample.index >= 0] or samples[:1]
 
     def _sample(self, key: SampleKey, input_HW3: np.ndarray) -> Sample:
@@ -607,7 +611,7 @@ def collate(samples: Sequence[Sample], out: np.ndarray | None = None) -> Arrays:
     """Stacks samples, padding boxes with zeros to a multiple of 8.
 
     Args:
-        samples: all of one shape.
+        samples: samples of one shape.
         out: uint8 [at least B*3*H*W], memory for the images; None: new memory.
     """
     shape = samples[0].image_HW3.shape
