@@ -133,8 +133,8 @@ def task_aligned_assigner(
         iou_BMN = pairwise_iou(box_BMx4, pred_BN4)
         score_BMN = _gather_class_scores(scores_BCN, labels_BM[:, part])
         align_BMN = _alignment(score_BMN, iou_BMN, alpha, beta)
-        # topk always proposes K cells.  Those that are no candidates get alignment 0 here, and are
-        # dropped by `valid_BMK` if they are proposed all the same.
+        # topk always proposes K cells.  Non-candidates get alignment 0 here; `valid_BMK` drops them
+        # if they are proposed nevertheless.
         near_BMN = _may_learn(points_BN2, box_BMx4.unsqueeze(2), reach_BN1)
         align_BMN *= near_BMN.astype(align_BMN.dtype)
         candidates.append(paddle.topk(align_BMN, min(topk, count), axis=-1)[1])

@@ -50,7 +50,7 @@ def _select_best(
 ) -> tuple[Tensor, Tensor]:
     """Selects the `keep` best rows of each image above the threshold.
 
-    Returns: rows_R6 by falling score, and count_B.
+    Returns: rows_R6, sorted by falling score; count_B.
     """
     classes = scores_BNC.shape[2]
     # A small image may have fewer than `keep` pairs, and a static graph does not know their number.

@@ -262,8 +262,8 @@ def compute_gains(
     """Computes the gain in mAP50 if one error type were fixed and all others left as they are.
 
     All detections count, however unsure.  A wrong place or class is corrected where no detection
-    found the object; of several about one object only the surest is corrected, and the others are
-    left out.  Duplicates and background are left out; missed objects are not asked for.
+    found the object; of several about one object only the highest-scoring one is corrected, and the
+    others are left out.  Duplicates and background are left out; missed objects are not asked for.
 
     Returns: None for each type where the set has no object.
     Source: as `classify_errors`, section 2.3, and its reference implementation (tidecv 1.0.1), with
@@ -314,9 +314,10 @@ def confusion_pairs(
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Pairs the true and the detected class of objects and detections, each counted once.
 
-    An object is called what its correct detection says, else the surest one of a wrong class, else
-    background: it is missed.  The true class of a detection by which no object is called is the
-    background: it is extra.  Types are those of `classify_errors`.
+    An object gets the class of its correct detection, else of the highest-scoring detection of a
+    wrong class, else background: it is missed.  A detection that gives no
+    object its class has the true class background: it is extra.  Types are those of
+    `classify_errors`.
 
     Args: confident_F: bool, True for the detections that count.
     Returns: int64 [K], [K].

@@ -88,7 +88,7 @@ def verdict(
         evaluation: content of evaluation.json, or parts of it.
         fine_tuned: True if the run began with trained weights.
         finished: why the run ended, as in metrics.jsonl: total, early_stopping, hours or signal;
-            "": it has not ended.
+            "" if it has not ended.
         run: the run's folder, used in commands that the user can copy.
         findings: findings before the run began, by code (`Run.findings`).
         best: the entry of `evaluations` whose weights are checkpoints/best; None: chosen by mAP or
