@@ -349,7 +349,7 @@ def _open_log(decisions: Decisions, output_dir: Path, early: EarlyLog) -> RunLog
 
 
 def _announce(decisions: Decisions, output_dir: Path, log: RunLog) -> None:
-    """Writes to the log what the run is about to do."""
+    """Logs what the run is about to do."""
     config, data, schedule = decisions.config, decisions.data, decisions.schedule
     codes = {finding.text: finding.code for finding in decisions.findings}
     decisions.messages.write(log, codes)
@@ -445,7 +445,7 @@ def _describe_model(
             if resumed is not None and resumed.source:
                 return [resumed.licence, resumed.source]
             source_card = read_card(pretrained) if pretrained is not None else None
-        except UserError:  # already reported, or no longer there
+        except UserError:  # already reported, or no longer available
             source_card = None
         return [*origin(data, pretrained, source_card)]
 

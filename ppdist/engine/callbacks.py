@@ -22,7 +22,7 @@ class TrainingRun:
         evaluated_model: takes the averaged weights for evaluation: a second model, or, where
             nothing is evaluated, the trained one.
         output_dir: the output folder of the run.
-        done_steps: optimizer steps before this start; 0, or those of the checkpoint it resumes.
+        done_steps: optimizer steps done before this start: 0, or those of the resumed checkpoint.
         total_steps: optimizer steps of the whole run.
     """
 
@@ -80,7 +80,7 @@ class Callback:
     def on_rollback(self, step: int) -> None:
         """Called after a rollback to the weights of this step.
 
-        Whatever came later is undone.
+        All later steps are undone.
         """
 
     def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:

@@ -521,7 +521,7 @@ class CheckpointWriter:
         self._lock = threading.Lock()  # guards everything below
         self._thread: threading.Thread | None = None  # while there is something to write
         self._waiting: list[Snapshot] = []  # oldest first
-        self._refused: list[tuple[Snapshot, Exception]] = []  # by the disk, and why; newest last
+        self._refused: list[tuple[Snapshot, Exception]] = []  # not written, and why; newest last
         self._troubles: list[str] = []
         self._unsynced = -1  # step whose records could not be flushed to disk
 

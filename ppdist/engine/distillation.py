@@ -165,7 +165,7 @@ def build_distillation(
         seed: seed of the adapters' initial weights.
         class_names: class names of the student; (): the teacher numbers its classes in the same
             way.
-    Raises: ConfigError on the rank that sees it, UserError on the others: there is no such
+    Raises: ConfigError on the rank that finds it, UserError on the others: there is no such
         checkpoint, or its model is of another family, has other classes or strides, or returns no
         features to compare.
     """

@@ -94,7 +94,7 @@ def _run_trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[di
     trained = [p for p in model.parameters() if not p.stop_gradient]
     sent = sum(4 * p.size for p in trained) if job.several_ranks else 0
     by_area = sorted({*config.training_sizes}, key=lambda size: size[0] * size[1])
-    last = schedule.total_steps - 1  # perhaps with another assigner than the first step
+    last = schedule.total_steps - 1  # possibly with a different assigner than in the first step
     passes = [(by_area[-1], 0), (by_area[-1], last)]
     if len(by_area) > 1:  # memory freed by other sizes does not always fit the largest
         passes += [(by_area[0], last), (by_area[-1], last)]

@@ -73,7 +73,7 @@ class MetricsLogger(Callback):
         self._every = every
         self._steps_per_epoch = steps_per_epoch
         self._sums = StepSums()  # since the last record, even from before a resume
-        self._steps: list[_Step] = []  # of this process since then, for the seconds of this rank
+        self._steps: list[_Step] = []  # since then in this process, for this rank's times
         self._recent: deque[_Step] = deque(maxlen=_RECENT)
 
     def restore(self, saved: StepSums | None, step: int) -> None:
@@ -207,7 +207,7 @@ class EpochLogger(Callback):
         epoch_numbers = {
             name: value for name, value in numbers.items() if name not in self._results
         }
-        if -(-self._done_steps // self._steps_per_epoch) == epoch:  # the run had ended in it
+        if -(-self._done_steps // self._steps_per_epoch) == epoch:  # the run ended in this epoch
             self._log.forget(self._done_steps, "epoch_end")
         self._log.metrics({"step": step, "epoch_end": {"epoch": epoch, **epoch_numbers}})
         self._results = {}
