@@ -515,7 +515,7 @@ def with_data(
 
     Args:
         data: a data.yaml or a folder, a configuration or its name, or a `data` section.
-        same_classes: whether to keep data.classes and data.single_class, too, as an evaluation does.
+        same_classes: keep data.classes and data.single_class, too, as an evaluation does.
     Raises: ConfigError: there is no `data` section; DataError: the training split cannot be read.
     """
     tree = config.model_dump(mode="json")
@@ -549,7 +549,7 @@ def _read_data_section(
 
 
 def load_config_with_data(path: str | Path, overrides: Sequence[str]) -> ExperimentConfig:
-    """Loads a configuration; adapts its `data` to the layout of `data.root` if its files are absent.
+    """Loads a configuration; adapts `data` to the layout of `data.root` if its files are absent.
 
     So `-c RECIPE -o data.root=SET` reads what `SET --model RECIPE` would.  If the layout cannot be
     determined, the configuration is left as it is, and reading its data reports what is missing.

@@ -60,14 +60,14 @@ _CHUNK = 16 << 20  # bytes per message: gloo times out after 30 s
 
 @dataclass(frozen=True)
 class JobNote:
-    """Record that one attempt of a job leaves for the next.
+    """The record that one attempt of a job leaves for the next attempt.
 
     Attributes:
-        id: of the job's run.
-        saved: step of its last checkpoint, on rank 0's host; elsewhere that from which the attempt
-            began; 0: none yet.
-        made_of: the batch sizes of its steps, see `ingredients`; they stay if hosts are lost before
-            its first checkpoint.
+        id: the id of the job's run.
+        saved: on rank 0's host, the step of its last checkpoint; on other hosts, the step from
+            which the attempt began; 0 if there is none yet.
+        made_of: the batch sizes of its steps, see `ingredients`; they are kept even if hosts are
+            lost before its first checkpoint.
     """
 
     id: str
@@ -81,28 +81,28 @@ class Start:
 
     continuation: Continuation
     job: str | None  # id of the run that earlier attempts of this job started
-    folder: Path  # of the run's checkpoints
+    folder: Path  # the folder of the run's checkpoints
     dirs: OutputDirs
     snapshot: Snapshot | None = None  # None: a new run
-    path: Path | None = None  # of the checkpoint, on rank 0's host
+    path: Path | None = None  # the path of the checkpoint, on rank 0's host
     in_place: bool = False  # the checkpoint lies in `folder`
     rescored: str = ""  # changed settings that make the best score so far incomparable
     of_step: list[Change] = field(default_factory=list)  # changed settings, see OnResume.STEP
     notes: list[str] = field(default_factory=list)  # for the log
     warnings: list[str] = field(default_factory=list)
-    begun: dict[str, Any] = field(default_factory=dict)  # see `made_of`; by an attempt of the job
+    begun: dict[str, Any] = field(default_factory=dict)  # see `made_of`; from the job's note
 
     @property
     def made_of(self) -> Mapping[str, Any]:
-        """Returns the batch sizes of the steps so far, see `ingredients`; {}: a new job.
+        """Returns the batch sizes of the steps so far, see `ingredients`; {} for a new job.
 
-        They are known even if nothing was saved, from the note of the job.
+        Even if nothing was saved, they are known from the note of the job.
         """
         return self.begun if self.snapshot is None else self.snapshot.state
 
     @property
     def step(self) -> int | None:
-        """Returns the optimizer steps done so far; None: a new run."""
+        """Returns the number of optimizer steps done so far; None for a new run."""
         if self.snapshot is not None:
             return self.snapshot.step
         return None if self.job is None else 0
@@ -113,7 +113,7 @@ class Opened(NamedTuple):
 
     Attributes:
         state: the content of state.json.
-        sizes: bytes of each group of arrays.
+        sizes: size of each group of arrays in bytes.
     """
 
     path: Path
@@ -132,8 +132,8 @@ _JSON_OF_OPENED = TypeAdapter(Opened)
 def find_start(continuation: Continuation, dirs: OutputDirs, config: ExperimentConfig) -> Start:
     """Finds and reads the checkpoint to resume from.  Collective.
 
-    An attempt restarted by fleetrun resumes from the newest valid checkpoint of its job, whatever
-    the command says; until one exists, the command decides.
+    An attempt restarted by fleetrun resumes from the newest valid checkpoint of its job, regardless
+    of the command; until such a checkpoint exists, the command decides.
 
     Raises: CheckpointError on rank 0, UserError on the others: there is none, it is damaged, or
         it was trained with other settings; with AUTO, the run has checkpoints on a host that is
@@ -142,7 +142,7 @@ def find_start(continuation: Continuation, dirs: OutputDirs, config: ExperimentC
     note = _read_job_note()
     job = None if note is None else note.id
     folder = dirs.folder / "checkpoints"
-    files: dict[str, bytes] = {}  # of rank 0, by group
+    files: dict[str, bytes] = {}  # rank 0's files, by group
 
     def open_on_main() -> Any:
         checkpoint, skipped = _read_checkpoint_to_resume(continuation, dirs.folder, note, config)
@@ -212,7 +212,7 @@ def _open(
 
     Args:
         skipped: reasons why newer checkpoints were skipped.
-        folder: of this run's checkpoints.
+        folder: the folder of this run's checkpoints.
     """
     try:
         SavedState.model_validate_json(checkpoint.files["state.json"], strict=True)
@@ -243,7 +243,7 @@ def _open(
 
 
 def _read_named_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
-    """Reads the checkpoint `--resume` refers to; also why newer ones were skipped."""
+    """Reads the checkpoint that `--resume` refers to; also returns why newer ones were skipped."""
     if (source / MANIFEST).exists():
         return read_checkpoint(source.resolve()), []
     folder = source / "checkpoints"
@@ -261,7 +261,7 @@ def _read_named_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
 
 
 def _read_newest_of_run(run: str | None, folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Reads the newest valid checkpoint of a run; also why newer ones were skipped."""
+    """Reads the newest valid checkpoint of a run; also returns why newer ones were skipped."""
     if run is None:
         return None, []
     checkpoint, reasons = newest_valid(folder)
@@ -284,8 +284,8 @@ def _wait_for_checkpoint(
 ) -> tuple[Checkpoint, list[str]]:
     """Waits for the newest valid checkpoint of a job, whose file system may mount late.
 
-    Returns: an older one, if the newest does not appear within `seconds`.
-    Raises: CheckpointError: none appears.
+    Returns: the newest checkpoint; an older one, if the newest does not appear within `seconds`.
+    Raises: CheckpointError: no checkpoint appears.
     """
     expected = f"the checkpoint of step {note.saved} that an earlier attempt of this job wrote"
 
@@ -315,7 +315,7 @@ def _wait_for_checkpoint(
 def _describe_changes(
     changed: Changes, checkpoint: Checkpoint, continuation: Continuation
 ) -> tuple[list[str], list[str]]:
-    """Describes differences from a checkpoint.  Returns: notes; warnings."""
+    """Describes how this run differs from a checkpoint.  Returns: notes; warnings."""
     notes, warnings = list[str](), list[str]()
     if changed.free:
         notes.append(f"changed settings that do not affect training: {join_changes(changed.free)}")
@@ -339,7 +339,7 @@ def _describe_changes(
 
 
 def _broadcast_file(data: bytes, size: int) -> bytes:
-    """Broadcasts the content of a file from rank 0.  Collective."""
+    """Broadcasts the content of a file from rank 0 to all ranks.  Collective."""
     if comm.world_size() > 1:
         comm.barrier()  # ranks may still unpack the previous file, and gloo waits only 30 s
         parts = []
@@ -364,15 +364,16 @@ def _add_micro_batches(state: dict[str, Any], sync_bn: bool) -> dict[str, Any]:
 
 
 def resumed_micro_batches(start: Start, train: TrainConfig, follows: bool) -> MicroBatches:
-    """Returns the micro-batches of a resumed run: those it had, on any number of ranks.
+    """Returns the micro-batches of a resumed run: the same as before, on any number of ranks.
 
-    They change only where the configuration asks for others than that of the checkpoint did.
+    They change only if the batch settings differ from those in the checkpoint's configuration.
 
     Args:
-        train: of this run, with a number for its batch.
-        follows: the number follows from memory or from the data, so the user asks for no change.
+        train: the `train` section of this run, with its batch size as a number.
+        follows: whether the number follows from memory or from the data, so that a different number
+            is not a change requested by the user.
     Raises: CheckpointError: the micro-batches change, without `continuation.changed`; ConfigError:
-        they cannot be made on these ranks.
+        these ranks cannot form such micro-batches.
     """
     state, world = start.made_of, comm.world_size()
     previous = MicroBatches(state["total_batch"], state["micro_batch"], state["sync_bn"])
@@ -434,7 +435,7 @@ def validate_resume(
     """Checks that the checkpoint fits; returns the identity of this run.  Collective.
 
     Args: pixels: see `Run`.
-    Raises: CheckpointError: without `continuation.changed`, other images or another teacher.
+    Raises: CheckpointError: the images or the teacher differ, without `continuation.changed`.
     """
     images, data = len(train_set.records), fingerprint(train_set, config.data.root)
     run, previous = Run(images=images, data=data, schedule_steps=schedule.schedule_steps), None
@@ -463,7 +464,7 @@ def validate_resume(
             )
         start.warnings.append(f"--resume-changed: {text}")
         run.bad_images = {}
-    # The first word is how thoroughly images were checked, which decides what the digest covers.
+    # The first word says how thoroughly images were checked, which decides what the digest covers.
     elif previous.pixels.split()[:1] == pixels.split()[:1] and previous.pixels != pixels:
         start.warnings.append(
             "image files of the training set have changed since the checkpoint: training continues "
@@ -493,9 +494,9 @@ def validate_resume(
 def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> list[str]:
     """Moves files of other runs out of the run's folder.  Collective.
 
-    In each folder that it writes to, an earlier run moves to `old-N` inside it; checkpoints that
-    this run will rewrite move beside their folder.  Then the run's id and its micro-batches are
-    recorded with the job.
+    In each folder that this run writes to, files of an earlier run move to a subfolder `old-N`;
+    checkpoints that this run will rewrite move beside their folder.  Then the run's id and its
+    micro-batches are recorded with the job.
     Returns: warnings.
     Raises: CheckpointError: an OS error.
     """
@@ -537,11 +538,11 @@ def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> list[
 def log_start(
     start: Start, schedule: ScheduleSetup, log: RunLog, record_every: int, in_steps: bool
 ) -> None:
-    """Logs where the run resumes, and missing records or remaining steps.
+    """Logs the step at which the run resumes, and missing records or remaining steps.
 
     Args:
         record_every: steps between two records of metrics.jsonl.
-        in_steps: the length of the run is in steps.
+        in_steps: whether the length of the run is configured in steps.
     """
     if start.snapshot is not None:
         log.info(f"resumed from {start.path} after step {start.step}")
@@ -567,11 +568,11 @@ def log_start(
 
 
 def _read_job_note() -> JobNote | None:
-    """Reads the note of this job on rank 0's host, else the newest of any host.  Collective.
+    """Reads this job's note on rank 0's host, or else the newest note of any host.  Collective.
 
-    Returns: None: no attempt got that far, or there is no fleetrun.
+    Returns: the note; None if no attempt wrote one, or the job does not run under fleetrun.
     """
     note = None if comm.local_rank() else read_note(RUN_NOTE)
     notes_W = [fields and JobNote(**fields) for fields in comm.all_gather_object(note)]
-    # Another host has one if only rank 0's fleetrun was started anew.
+    # Another host has a note if only rank 0's fleetrun was restarted.
     return notes_W[0] or max(filter(None, notes_W), key=lambda note: note.saved, default=None)

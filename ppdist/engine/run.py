@@ -63,9 +63,10 @@ _MOST_CLASSES = 12  # rows of the final table: the weakest classes
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The configuration of a training, and the checkpoint it starts from.
+    """The configuration of a training run, and the checkpoint it starts from.
 
-    recipe: the source of the configuration, written beside the run; None: it has another source.
+    recipe: the recipe that the configuration comes from, written beside the run; None if it has
+    another source.
     """
 
     config: ExperimentConfig
@@ -81,18 +82,18 @@ def plan_training(
     overrides: Sequence[str],
     resume: Continuation = ANEW,
 ) -> TrainingPlan:
-    """Plans a training from data, a configuration, or the run to resume.
+    """Plans a training run from data, a configuration, or the run to resume.
 
     Every rank derives the same plan from the same files.
     Args:
-        options: with a configuration or a run, they override its keys.
+        options: they override the keys of a configuration or of the run to resume.
         overrides: -o items, which take precedence.
     Raises: ConfigError: conflicting options, or invalid keys.
     """
     if data is None and config is None:
         assert resume.source is not None
         run = Path(resume.source)
-        # A length may be one to add, so it is no item.
+        # A length may be an extension ("+50"), so it is not an -o item.
         names = [name for name in OPTION_KEYS if name not in ("epochs", "steps")]
         option_items = options.items(*names)
         epochs, steps = (
@@ -132,7 +133,7 @@ def plan_training(
 
 
 def _without_stored_hook(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:
-    """Drops `log.on_end` of a stored configuration, which may be a stranger's, unless trusted."""
+    """Drops `log.on_end` from a stored configuration, maybe a stranger's, unless it is trusted."""
     typed = any(item.startswith("log.on_end=") for item in overrides)
     if config.log.on_end is None or typed or os.environ.get(TRUST_VARIABLE) == "1":
         return config
@@ -180,7 +181,7 @@ def run_training(
 
 
 def _train_into_store(train: Callable[..., int], plan: TrainingPlan, folder: Path, url: str) -> int:
-    """Trains in a work folder, and uploads it beside the steps.  Collective."""
+    """Trains in a work folder, and uploads it in parallel with the steps.  Collective."""
     from ppdist.engine.mirror import Mirror, upload_rest
 
     mirror = Mirror(url, folder)
@@ -191,7 +192,7 @@ def _train_into_store(train: Callable[..., int], plan: TrainingPlan, folder: Pat
     try:
         status = train(plan, folder, url=url)
     except BaseException:
-        with suppress(ConfigError):  # another training has the folder: that is the error already
+        with suppress(ConfigError):  # another run has the folder: that error is raised already
             mirror.finish(briefly=True)
         raise
     if comm.is_main():  # others may end before, as while plots are drawn
@@ -200,11 +201,12 @@ def _train_into_store(train: Callable[..., int], plan: TrainingPlan, folder: Pat
 
 
 def localise(plan: TrainingPlan, output_dir: Path) -> TrainingPlan:
-    """Returns a plan whose checkpoint to resume from is on a disk.
+    """Returns a plan whose checkpoint to resume from is on a local disk.
 
-    Of a run in a store it is in its work folder, once `Mirror.begin` has brought it there.
+    The checkpoint of a run in a store is in the run's work folder, once `Mirror.begin` has
+    downloaded it.
 
-    Raises: ConfigError: it is in a store, and of another run than this one.
+    Raises: ConfigError: the checkpoint is in a store and belongs to a different run.
     """
     source = plan.resume.source
     if source is None or not is_remote(source):
@@ -229,9 +231,9 @@ def _train(
     callbacks: Sequence[Callback],
     url: str = "",
 ) -> int:
-    """Trains in a folder of this disk, after `comm.init`; returns the exit code.  Collective.
+    """Trains in a folder on a local disk, after `comm.init`; returns the exit code.  Collective.
 
-    Args: url: where the folder is uploaded to; "": nowhere.
+    Args: url: where the folder is uploaded to; "" if it is not uploaded.
     """
     config, recipe = plan.config, plan.recipe
     heartbeat.tell_run(output_dir)
@@ -265,7 +267,7 @@ def _train(
             ends = comm.is_main() and not hosts_change()
             try:
                 summary = _summarise(experiment, config, evaluate, url) if ends else None
-            finally:  # plots were drawn meanwhile
+            finally:  # the plots were being drawn meanwhile
                 if wait_for_plots is not None:
                     wait_for_plots()
             if summary is not None:
@@ -278,10 +280,10 @@ def _train(
 def _summarise(
     experiment: Experiment, config: ExperimentConfig, evaluate: bool, url: str
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Makes the summary of a training for `RunLog.run_summary`.
+    """Builds the summary of a training run for `RunLog.run_summary`.
 
     Args: url: see `_train`.
-    Returns: lines of the per-class table and the verdict; what may follow: (purpose, command)
+    Returns: lines of the per-class table and the verdict; possible next steps as (purpose, command)
         pairs.
     """
     output_dir, run, lines = experiment.output_dir, read_run(experiment.output_dir), list[str]()
@@ -303,7 +305,7 @@ def _summarise(
 
 
 def _needs_epochs(codes: Collection[str], config: ExperimentConfig) -> bool:
-    """Returns True if more epochs would help, by the codes of the verdict."""
+    """Returns True if more epochs would help, according to the codes of the verdict."""
     if config.train.max_steps is not None or {*codes} & {*NOT_BY_EPOCHS}:
         return False
     return "still_rising" in codes or ("not_learned" in codes and not config.model.pretrained)
@@ -312,7 +314,7 @@ def _needs_epochs(codes: Collection[str], config: ExperimentConfig) -> bool:
 def build_resume_command(output_dir: Path | str, evaluate: bool, epochs: str = "") -> str:
     """Builds the command that continues a run from its newest checkpoint.
 
-    Args: epochs: `+10` extends it; "": it has steps left.
+    Args: epochs: `+10` extends the run; "" if it has steps left.
     """
     words = ["ppdist", "train", "--resume", str(output_dir), *([] if evaluate else ["--no-eval"])]
     words += ["--epochs", epochs] if epochs else []
@@ -326,7 +328,7 @@ def build_resume_command(output_dir: Path | str, evaluate: bool, epochs: str = "
 def _log_recipe(
     recipe: Recipe, log: RunLog, output_dir: Path, earlier_runs: set[Path], evaluate: bool
 ) -> None:
-    """Logs a recipe's reasons, and the command that trains with it.  Collective.
+    """Logs the choices of a recipe with their reasons, and its training command.  Collective.
 
     Args: earlier_runs: see `write_recipe`.
     """
@@ -340,13 +342,15 @@ def _log_recipe(
 def _begin_plots(
     output_dir: Path, experiment: Experiment, config: ExperimentConfig
 ) -> Callable[[], None]:
-    """Begins to draw a run; returns a function that waits for the end and warns of a failure."""
+    """Starts drawing the plots of a run in child processes.
+
+    Returns: a function that waits until they are drawn, and warns of a failure."""
     log = experiment.log
     log.info(f"drawing {output_dir / 'plots'}")
     log.flush()  # plots are drawn from its files
     with suppress(Exception):  # a broken matplotlib costs the plots alone, with a warning
         from ppdist.viz import plots  # noqa: F401  imported once for both processes
-    waits = [  # a processor each
+    waits = [  # one process each
         begin_in_child(partial(_draw, output_dir, experiment, config, file), _DRAWING_SECONDS)
         for file in (METRICS, EVALUATION)
     ]
@@ -364,7 +368,7 @@ def _begin_plots(
 
 
 def _draw(output_dir: Path, experiment: Experiment, config: ExperimentConfig, file: str) -> None:
-    """Plots a file of the run, and its sets beside the evaluation.
+    """Plots one file of the run, or its data sets together with the evaluation.
 
     It runs in a child process, because an image may crash a decoder.
     """
@@ -385,7 +389,9 @@ def _draw(output_dir: Path, experiment: Experiment, config: ExperimentConfig, fi
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation of weights on a split, ready: `evaluator.measure(evaluator.predict(model))`."""
+    """An evaluation of weights on a split, ready to run.
+
+    To run it: `evaluator.measure(evaluator.predict(model))`."""
 
     model: ImageModel
     dataset: DetectionSet
@@ -405,8 +411,8 @@ def prepare_evaluation(
 
     Args:
         split: the split to evaluate; its classes are matched to those of the weights by name.
-        annotated: False: accept a set without objects.
-        prepare: called on every rank before weights and data are read; may fail.
+        annotated: whether the set must have objects.
+        prepare: called on every rank before weights and data are read; may raise.
     Raises: UserError: invalid weights or data.
     """
     model = build_model(config)

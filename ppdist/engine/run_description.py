@@ -24,11 +24,11 @@ def hyper_parameters(
 ) -> dict[str, float | str]:
     """Returns the values for VisualDL's hyperparameters page, which compares runs.
 
-    `settings` has all keys.  VisualDL takes no more than these seven and three metrics: with eleven
-    columns its view of parallel coordinates hangs (release 2.5.3, 1,440 pixels wide).
+    `settings` has all keys.  VisualDL can show no more than these seven and three metrics: with
+    eleven columns its parallel coordinates view hangs (release 2.5.3, 1,440 pixels wide).
     """
     height, width = model.image_size
-    keys = type(model).model_fields  # a plugin's model may come in one size
+    keys = type(model).model_fields  # a plugin's model may have only one size
     return {
         "model": " ".join(str(getattr(model, key)) for key in ("name", "size") if key in keys),
         "image_size": f"{height} x {width}",
@@ -41,7 +41,7 @@ def hyper_parameters(
 
 
 def settings(config: Section) -> dict[str, str]:
-    """Lists every key as -o takes it, one line per section."""
+    """Lists every key in the form that -o accepts, one line per section."""
     texts: dict[str, list[str]] = {}
     for key, value in flattened(config).items():
         section = key.partition(".")[0] if "." in key else "run"
@@ -53,7 +53,7 @@ def settings(config: Section) -> dict[str, str]:
 def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None:
     """Writes config.yml and environment.json; rank 0 only.
 
-    Raises: ConfigError: nothing can be written there.
+    Raises: ConfigError: the files cannot be written.
     """
     environment = {
         "command": command,

@@ -13,7 +13,7 @@ from ppdist.engine.step_policy import StepResult
 
 
 class Next(IntEnum):
-    """Answers of policies after a step; of several answers the strictest counts."""
+    """What a policy answers after a step; if policies differ, the strictest answer counts."""
 
     CONTINUE = 0
     EVALUATE = 1
@@ -35,18 +35,18 @@ class RunPolicy:
         return False
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
-        """Surrounds a step (from 1).  Local."""
+        """Returns a context in which step `step` (from 1) runs.  Local."""
         return nullcontext()
 
     def after_step(self, state: TrainState, result: StepResult | None) -> Next:
         """Called after a step, which `state` does not count yet.
 
-        Args: result: None: the step was skipped.
+        Args: result: the results of the step; None if it was skipped.
         """
         return Next.CONTINUE
 
     def after_rollback(self, state: TrainState) -> Next:
-        """Called once the run is back at the step that `state` counts."""
+        """Called after a rollback, when the run is back at the step in `state`."""
         return Next.CONTINUE
 
     def keep(self, snapshot: Snapshot) -> None:

@@ -28,9 +28,9 @@ class Saving:
     """The checkpoints of a run: their interval, their folder, and their writer.
 
     Attributes:
-        output_dir: of the run.
-        folder: of the checkpoints.
-        saved_step: the last saved step; -1: this process has saved none.
+        output_dir: the output folder of the run.
+        folder: the folder of the checkpoints.
+        saved_step: the last saved step; -1 if this process has saved none.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Saving:
     ) -> None:
         """
         Args:
-            every: steps from one to the next; 0: only the best and the last.
+            every: steps from one checkpoint to the next; 0 saves only the best and the last.
             last: the last step of the run.
         """
         self.output_dir, self.folder = dirs.folder, dirs.folder / "checkpoints"
@@ -50,7 +50,7 @@ class Saving:
         self._log = log
 
     def is_due(self, state: TrainState) -> bool:
-        """Returns True if the run saves now; what is due amid bad steps waits for their end."""
+        """Returns True if the run saves now; one due amid bad steps waits for their end."""
         is_last = state.step == self._last
         self._owed |= is_last or (self._every > 0 and state.step % self._every == 0)
         return self._owed and (is_last or not state.bad_steps)
@@ -60,7 +60,7 @@ class Saving:
 
         No rank waits for the disk.
 
-        Returns: None: this step is saved already.
+        Returns: the snapshot; None if this step is saved already.
         """
         self._owed = False
         if self.saved_step == step:
@@ -76,16 +76,16 @@ class Saving:
         return snapshot
 
     def resume(self, state: TrainState) -> None:
-        """Continues in the folder that has the run's checkpoints already.  Collective."""
+        """Continues in the folder that already contains the run's checkpoints.  Collective."""
         self.saved_step = state.step
         comm.run_on_main(lambda: self._mend_links(state))
 
     def mend_best(self, step: int) -> None:
-        """Points `best` at a checkpoint that is on disk already.  Collective."""
+        """Makes `best` point to a checkpoint that is on disk already.  Collective."""
         comm.run_on_main(lambda: self.writer.mend_links(best_step=step))
 
     def go_back(self, state: TrainState) -> None:
-        """Moves aside checkpoints beyond the step of a rollback, which the run makes again.
+        """Moves aside checkpoints beyond the step of a rollback, which the run will save again.
 
         Collective.
         """
@@ -108,10 +108,10 @@ class Saving:
         self.saved_step, self._owed = -1, False
 
     def require_room(self, snapshot: Snapshot, moments: int) -> None:
-        """Checks that the disk takes the checkpoints; warns if it takes few.  Collective.
+        """Checks that the checkpoints fit on the disk; warns if only few do.  Collective.
 
         Args: moments: see `check_room`.
-        Raises: CheckpointError: on every rank: not even one fits.
+        Raises: CheckpointError, on every rank: not even one checkpoint fits.
         """
         saves = math.ceil(self._last / self._every) if self._every else 2
         count = min(self.writer.keep + 2, saves)  # with the best and the one being written
@@ -120,20 +120,20 @@ class Saving:
             _LOGGER.warning(warning, extra=WHOLE)
 
     def warn_of_troubles(self) -> None:
-        """Warns of writes that have failed since the last call."""
+        """Logs a warning if writes have failed since the last call."""
         for trouble in self.writer.troubles():
             warn = self._log.warning if comm.is_main() else _LOGGER.warning
             warn(f"{trouble}; training continues and will retry; free disk space")
 
     def is_lost(self) -> bool:
-        """Returns True if another training has taken the folder; only rank 0 can see it."""
+        """Returns True if another training run has taken the folder; only rank 0 detects this."""
         return is_lost(self._dirs.folder)
 
     def finish(self, step: int) -> None:
         """Waits until the last checkpoint is on disk.  Collective.
 
-        Raises: on every rank, CheckpointError: the disk did not take the newest or the best one;
-            ConfigError: another training has the folder by now.
+        Raises: on every rank, CheckpointError: the newest or the best checkpoint could not be
+            written; ConfigError: another training run has taken the folder meanwhile.
         """
         heartbeat.beat("save", step)
         with self._log.spending(SAVING, step):

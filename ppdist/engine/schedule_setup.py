@@ -63,7 +63,7 @@ class ScheduleSetup:
 
     @property
     def batch_size_per_card(self) -> int:
-        """Returns the largest number of images in a pass of a rank, if ranks share evenly."""
+        """Returns the most images in one pass of a rank, if the ranks have equal shares."""
         return self.batches.per_rank(self.world)
 
     @property
@@ -73,7 +73,7 @@ class ScheduleSetup:
 
     @property
     def batch_ratio(self) -> float:
-        """Returns images of a step / reference batch."""
+        """Returns images per step / reference batch."""
         return self.step_images / self.reference_batch
 
     @property
@@ -189,7 +189,7 @@ class ScheduleSetup:
 
     @property
     def warmup_bound(self) -> str:
-        """Names the rule that bounds warm-up; "": none does."""
+        """Names the rule that bounds warm-up; "" if none does."""
         schedule, warm = self.lr_scheduler.config, self.lr_scheduler.warmup_steps
         if warm == self.schedule_steps // 2 and (warm or schedule.warmup_epochs):
             return "cut to half the run"
@@ -235,14 +235,14 @@ def set_up_schedule(
     augment: AugmentConfig,
     phases_factor: float = 1.0,
 ) -> ScheduleSetup:
-    """Turns epochs and reference values into steps and rates, the only place that does.
+    """Turns epochs and reference values into steps and rates; no other code does this.
 
     Args:
         augment: as configured.
-        phases_factor: `epochs` / those that warm-up and other phases were configured for.
-    Raises: ConfigError: a run without a single step; betas that cannot follow the batch.
+        phases_factor: `epochs` / the epochs that warm-up and other phases were configured for.
+    Raises: ConfigError: the run has not a single step, or betas cannot be adapted to the batch.
     """
-    # The set may be smaller than the batch: everything is scaled for the images that a step has.
+    # The set may be smaller than the batch: everything is scaled to the actual images per step.
     total_batch = min(batches.total_batch, dataset_size)
     reference = optimizer.reference_batch_size or total_batch
     steps_per_epoch = math.ceil(dataset_size / total_batch)
@@ -263,7 +263,7 @@ def set_up_schedule(
         images = warmup_images(
             warmup, epochs * epoch_scale, dataset_size, total_batch, reference, compensation, beta2
         )
-        # Counted in steps of this run's epochs, whose last step may be smaller than the others.
+        # Counted in steps of this run's epochs; the last step of an epoch may be smaller.
         steps = round(images / dataset_size * steps_per_epoch)
         return min(max(steps, schedule.warmup_least_steps), schedule_steps // 2)
 
@@ -311,7 +311,7 @@ def _epoch_scale(epochs: float, total: int, reference: int, noise_scale: float |
     """Computes epochs of this run / epochs configured; 1 without a noise scale."""
     factor = 1.0 if noise_scale is None else epochs_factor(total, reference, noise_scale)
     # Rounded up to whole epochs, so that the longer run sees every image equally often.  A run of
-    # less than one epoch never does, and rounding would lengthen it to a whole one.
+    # less than one epoch never does, and rounding would lengthen it to a whole epoch.
     if factor == 1.0 or epochs < 1:
         return factor
     return math.ceil(epochs * factor - 1e-9) / epochs
@@ -322,7 +322,7 @@ def _scale_optimizer(
 ) -> OptimizerConfig:
     """Scales an optimizer's learning rate and weight decay to a total batch.
 
-    With lr_scaling: none the weight decay stays as well: both were set for this batch by hand.
+    With `lr_scaling: none` the weight decay is kept, too: both were set for this batch by hand.
     """
     ratio = total_batch / reference_batch
     effective = effective_batch_ratio(total_batch, reference_batch, config.noise_scale)
@@ -334,11 +334,11 @@ def _scale_optimizer(
 
 
 def extension_note(schedule: ScheduleSetup, before_steps: int, step: int) -> str:
-    """Describes the schedule of an extended run in a line for the log.
+    """Describes the schedule of an extended run in one log line.
 
     Args:
         before_steps: length of its previous schedule, in steps.
-        step: optimizer steps made.
+        step: optimizer steps done so far.
     """
     rate = schedule.lr_scheduler
     warmup = round(rate.warmup_steps * before_steps / schedule.schedule_steps)

@@ -20,7 +20,7 @@ from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.step_sums import StepSums
 from ppdist.engine.train_step import TrainStep
 
-_LR_FACTOR = 0.5  # of each rollback
+_LR_FACTOR = 0.5  # applied at each rollback
 _DISTILLATION_PREFIX = (
     "distillation."  # key prefix of the student's sublayer used only by distillation
 )
@@ -33,34 +33,35 @@ class Run(BaseModel, extra="forbid"):
     id: str = ""  # drawn at its start
     images: int  # in the training set
     data: str  # fingerprint of its annotations
-    pixels: str = ""  # of its images, as far as they were checked; "": not known
+    pixels: str = ""  # fingerprint of its images, as far as they were checked; "" if unknown
     schedule_steps: int
     bad_images: dict[int, str] = {}  # position in the set -> why
     teacher: str | None = None  # fingerprint of its weights
 
 
 class TrainState(BaseModel, populate_by_name=True):
-    """Position of a run, saved in state.json of its checkpoints.
+    """The position of a run, saved in state.json of its checkpoints.
 
-    Some fields have other names there (alias): renaming one would lose older checkpoints.
+    Some fields have other names in the file (alias): renaming them there would make older
+    checkpoints unreadable.
     """
 
     step: int = Field(default=0, ge=0)
     best: float = -math.inf  # null in JSON
     best_step: int = Field(default=0, ge=0)
-    bad_steps: int = 0  # in a row
+    bad_steps: int = 0  # consecutive ones
     evaluated_step: int = 0
     class_scores: list[float | None] | None = None  # from the last evaluation
-    best_f1_threshold: float | None = Field(default=None, ge=0, le=1)  # ditto
+    best_f1_threshold: float | None = Field(default=None, ge=0, le=1)  # likewise
     run: Run | None = None  # None: the checkpoint predates run ids
-    # Each halves the learning rate; see `lr_factor`.
+    # Each rollback halves the learning rate; see `lr_factor`.
     rollbacks: int = Field(default=0, alias="returns")
-    # Images; set once a rank ran out of memory for a whole micro-batch.
+    # Number of images; set once a whole micro-batch did not fit into the memory of a rank.
     max_micro_batch: int | None = Field(default=None, gt=0, alias="most_images")
-    # None: not configured, or no evaluation yet.
+    # None if not configured, or before the first evaluation.
     early_stopping: EarlyStoppingState | None = Field(default=None, alias="standing")
     losses: LossCurves = Field(default_factory=LossCurves)
-    # Of the epoch, and of the steps since the last record; None: the checkpoint predates them.
+    # Sums over the epoch and since the last record; None if the checkpoint predates them.
     epoch_sums: StepSums | None = None
     record_sums: StepSums | None = None
 
@@ -94,11 +95,11 @@ class SavedState(TrainState):
     epoch: float | None = None
     total_batch: int = Field(gt=0)
     batch_size_per_card: int | None = Field(default=None, gt=0)
-    # None: of earlier versions, see `_add_micro_batches`.
+    # None in checkpoints of earlier versions, see `_add_micro_batches`.
     micro_batch: int | None = Field(default=None, gt=0)
     sync_bn: bool | None = None
     world: int = Field(gt=0)
-    bucket_mb: int | None = None  # of earlier versions
+    bucket_mb: int | None = None  # written by earlier versions
     ema_updates: int = 0
     ema_restarted: int | None = None
     scaler: dict[str, Any]
@@ -106,7 +107,7 @@ class SavedState(TrainState):
 
 
 def capture_state(step: TrainStep, state: TrainState, schedule: ScheduleSetup) -> Snapshot:
-    """Copies everything a run resumes from.  Collective."""
+    """Copies everything that a run needs to resume.  Collective."""
     groups = {
         "model": {key: _to_numpy(value) for key, value in step.model.state_dict().items()},
         "optimizer": step.optimizer.state(),
@@ -144,11 +145,11 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
 
     The checkpoint must have the same total batch.
     Returns: the restored state; a warning, if something was lost or reset.
-    Raises: CheckpointError: its model has other shapes, or it is incomplete.
+    Raises: CheckpointError: its model has different shapes, or the checkpoint is incomplete.
     """
     state = saved.state
     adapters = getattr(step.model, "distillation", None)
-    # Adapters that are all identities learn nothing, and a checkpoint has no group for them.
+    # If all adapters are identities, they learn nothing, and checkpoints have no group for them.
     groups = _merge_distillation(saved, adapters is not None and bool(adapters.parameters()))
     arrays = groups["model"] or {}
     model_shapes = {key: list(value.shape) for key, value in step.model.state_dict().items()}
@@ -182,7 +183,7 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
     step.precision.load(state["scaler"])
     # The restored statistics are equal on all ranks, so no micro-batches are left to average.
     step.statistics.forget()
-    # Older versions did not record evaluations; without this, one would be repeated.
+    # Older versions did not record evaluations; without this, an evaluation would be repeated.
     restored = SavedState.model_validate({"evaluated_step": saved.step} | state)
     return restored, "; ".join(filter(None, [optimizer_warning, residual_warning]))
 
@@ -190,7 +191,7 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
 def _split_distillation(groups: _Groups) -> _Groups:
     """Moves arrays used only by distillation into their own group, as `<group>/<key>`.
 
-    The other groups then equal those of a model without a teacher.
+    The other groups are then the same as for a model without a teacher.
     """
     adapter_arrays: dict[str, np.ndarray] = {}
     student_groups: _Groups = {}
@@ -204,9 +205,9 @@ def _split_distillation(groups: _Groups) -> _Groups:
 
 
 def _merge_distillation(saved: Snapshot, adapts: bool) -> dict[str, dict[str, np.ndarray] | None]:
-    """Undoes `_without_distillation`; without a teacher, omits its group.
+    """Undoes `_split_distillation`; without a teacher, omits its group.
 
-    Args: adapts: the model has adapters that learn.
+    Args: adapts: whether the model has adapters that learn.
     Raises: CheckpointError: the checkpoint lacks the adapters of the current teacher.
     """
     groups = {name: saved.groups.get(name) for name in ("model", "optimizer", "ema")}
@@ -232,7 +233,7 @@ def _merge_distillation(saved: Snapshot, adapts: bool) -> dict[str, dict[str, np
 
 
 def copy_into(targets: dict[str, paddle.Tensor], sources: Mapping[str, Any]) -> None:
-    """Overwrites tensors with arrays or tensors of the same keys; keeps dtypes."""
+    """Overwrites tensors with the arrays or tensors under the same keys; keeps dtypes."""
     for key, target in targets.items():
         source = sources[key]
         if not isinstance(source, paddle.Tensor):

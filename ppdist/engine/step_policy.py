@@ -15,34 +15,36 @@ from paddle import Tensor, nn
 from ppdist.data.types import Batch
 from ppdist.losses.base import LossOutput
 
-Groups = dict[str, dict[str, np.ndarray]]  # of a checkpoint: one file each
+Groups = dict[str, dict[str, np.ndarray]]  # the arrays of a checkpoint, one file per group
 Pass = Callable[[Batch], LossOutput]  # forward and backward of a micro-batch
 
 
 class Verdict(IntEnum):
-    """Verdicts of policies on a step, for all ranks; of several verdicts the strictest counts."""
+    """A policy's verdict on a step, for all ranks; if policies differ, the strictest counts."""
 
     APPLY = 0
     SKIP = 1  # the step counts, but changes no weights
-    REPEAT = 2  # as if there had been no step: it is made again, or the run ends
+    REPEAT = 2  # the step is undone: it is repeated, or the run ends
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Results of a step: sums over all ranks and micro-batches.
 
-    Every rank has them, but for `own_...`, which are of this rank.
+    They are the same on every rank, except for `own_...`, which describe this rank alone.
 
     Attributes:
         losses: `loss` and its parts, normalised like the gradient.
-        gradient_norm: before clipping; nan: not finite, or not applied for another reason.
-        finite: loss, gradient and running statistics were, on all ranks.
+        gradient_norm: before clipping; nan if not finite, or if the step was not applied for
+            another reason.
+        finite: whether loss, gradient and running statistics were finite on all ranks.
         totals: the votes of policies, summed over ranks.
-        searching: skipped only because the loss scale of float16 was still too high.
-        synchronised: all ranks hold the same weights now.
+        searching: the step was skipped only because the loss scale of float16 was still too high.
+        synchronised: whether all ranks now hold the same weights.
         own_loss: sum over this rank's images, not normalised.
-        own_images: positions of the images, where the step was not applied.
-        own_micro_batches: of images; of one that is spread, an even share is 1.
+        own_images: positions of the images, if the step was not applied.
+        own_micro_batches: number of micro-batches with images; for a micro-batch that is spread
+            over ranks, an even share is 1.
         own_not_finite: names of terms that were not finite and stopped the step.
     """
 
@@ -66,13 +68,13 @@ class StepResult:
 
 
 class StepPolicy:
-    """Base of policies of a step; override what you need.
+    """Base class for policies of a step; override the methods you need.
 
-    Only hooks marked so may communicate, and then on every rank alike.  Steps count from 0.
+    Only hooks marked "May communicate" may do so, and then on all ranks alike.  Steps count from 0.
 
     Attributes:
-        votes: names of the numbers that `vote` returns; they are summed over ranks once a step,
-            after backward.
+        votes: names of the numbers that `vote` returns; they are summed over ranks once per step,
+            after the backward pass.
     """
 
     votes: tuple[str, ...] = ()
@@ -80,14 +82,14 @@ class StepPolicy:
     def before_step(self, step: int, synchronised: bool) -> None:
         """Called before the images of a step are fetched.  May communicate.
 
-        Args: synchronised: all ranks hold the same weights.
+        Args: synchronised: whether all ranks hold the same weights.
         """
 
     def around(self, run: Pass, batch: Batch, communicated: Callable[[], bool]) -> LossOutput:
         """Runs the passes of a micro-batch.  Never communicates except by `run`.
 
         Args:
-            run: runs them; it may be called once more, with another batch, if it raised.
+            run: runs the passes; if it raised, it may be called once more, with another batch.
             communicated: returns True if `run` has reached a collective, or should have: then it
                 cannot be run again, because this rank may have missed one.
         """
@@ -98,17 +100,17 @@ class StepPolicy:
         return {}
 
     def verdict(self, totals: Mapping[str, float]) -> Verdict:
-        """Decides by the votes of all ranks."""
+        """Decides on the step according to the votes of all ranks."""
         return Verdict.APPLY
 
     def after_update(self, step: int, verdict: Verdict, synchronised: bool) -> None:
-        """Called at the end of a step, also of a skipped one.  May communicate.
+        """Called at the end of each step, even if it was skipped.  May communicate.
 
-        Args: synchronised: all ranks hold the same weights now.
+        Args: synchronised: whether all ranks now hold the same weights.
         """
 
     def averaged(self) -> Mapping[str, Tensor]:
-        """Returns the weights to evaluate instead of the model's, by key; {}: none.
+        """Returns the weights to evaluate instead of the model's, by key; {} if there are none.
 
         They are the same on all ranks.
         """
@@ -122,12 +124,12 @@ class StepPolicy:
         """Restores what `state` returned, from a checkpoint or in a rollback.
 
         Args:
-            groups: all arrays of the checkpoint, `model` included; None or absent: it has none.
-            facts: state.json of the checkpoint.
+            groups: all arrays of the checkpoint, including `model`, by group.
+            facts: the content of the checkpoint's state.json.
         """
 
 
 def weights_to_evaluate(model: nn.Layer, policies: Sequence[StepPolicy]) -> Mapping[str, Tensor]:
-    """Returns the average of the weights, or else the weights, by state-dict key."""
+    """Returns the averaged weights, or the weights if there is no average, by state-dict key."""
     averages = (policy.averaged() for policy in policies)
     return next(filter(None, averages), dict(model.state_dict()))

@@ -20,16 +20,17 @@ class StepSums(BaseModel):
 
     Attributes:
         after: the step before the first one that is summed.
-        steps: how many are summed.
-        applied: how many of them have their losses in `losses`.
-        losses, gradient_norm: sums; None: some value was not finite.
-        images: of all ranks.
-        wall_seconds, data_seconds: as in StepSeconds, of the rank that saved.
+        steps: number of steps in the sums.
+        applied: number of these steps whose losses are included in `losses`.
+        losses, gradient_norm: sums; None if some value was not finite.
+        images: number of images of all ranks.
+        wall_seconds, data_seconds: as in StepSeconds, on the rank that saved.
         seconds: wall time since `after`, including evaluations and saving between the steps.
-        lr: of the last step.
-        reported: the step after which means were reported although more steps belong to them; 0:
-            none.  A run ended there, and was extended.
-        partial: steps are missing: a checkpoint had no sums, or sums of epochs of another length.
+        lr: learning rate of the last step.
+        reported: the step after which means were reported although more steps belong to them; 0
+            if there is none.  A run ended at this step, and was extended later.
+        partial: whether steps are missing, because a checkpoint had no sums, or sums for epochs of
+            a different length.
     """
 
     after: int = Field(default=0, ge=0)
@@ -50,11 +51,11 @@ class StepSums(BaseModel):
         """Returns the sums with which a run continues after `step`.
 
         Args:
-            saved: those of its checkpoint; None: it has none.
-            every: steps of an epoch, or between records, which have one mean.
+            saved: the sums in its checkpoint; None if it has none.
+            every: steps that share one mean: those of an epoch, or between two records.
         """
         first = step - step % every
-        # Sums that began elsewhere belong to epochs, or records, of another length.
+        # Sums that began at another step belong to epochs, or records, of a different length.
         if saved is not None and saved.after == first:
             return saved.model_copy(deep=True)
         return cls(after=step, partial=step != first)
@@ -64,7 +65,7 @@ class StepSums(BaseModel):
     ) -> None:
         """Adds a step.
 
-        Args: losses: False: leave out its losses, which may not be finite.
+        Args: losses: whether to add its losses, which may not be finite.
         """
         self.steps += 1
         self.images += result.images
@@ -78,7 +79,7 @@ class StepSums(BaseModel):
                 self.losses[name] = _add_finite(self.losses.get(name, 0.0), value)
 
     def mean_losses(self) -> dict[str, float]:
-        """Returns the mean of each loss by its name; NaN if a value was not finite."""
+        """Returns the mean of each loss, by name; NaN if a value was not finite."""
         return {name: mean(total, self.applied) for name, total in self.losses.items()}
 
     @property
@@ -88,7 +89,7 @@ class StepSums(BaseModel):
 
 
 def mean(total: float | None, count: int) -> float:
-    """Divides a sum by its count; NaN for None, a sum with a value that was not finite."""
+    """Divides a sum by its count; returns NaN for None, which means that a value was not finite."""
     return math.nan if total is None else total / count
 
 
@@ -104,7 +105,7 @@ class EpochMeans(Callback):
         self.restore(None, 0)
 
     def restore(self, saved: StepSums | None, step: int) -> None:
-        """Continues the sums that the checkpoint of this step holds; None: it has none."""
+        """Continues the sums from the checkpoint of this step; None if it has none."""
         self._sums = StepSums.resumed(saved, step, self._steps_per_epoch)
         self._metrics: Mapping[str, float] = {}
         self._began = time.monotonic() - self._sums.seconds
@@ -125,14 +126,14 @@ class EpochMeans(Callback):
             self._metrics = metrics
 
     def ends(self, step: int) -> bool:
-        """Returns True if an epoch, or the run, ends with this step and is still to be reported."""
+        """Returns True if an epoch, or the run, ends with this step and is not reported yet."""
         is_end = step % self._steps_per_epoch == 0 or step == self._total_steps
         return is_end and self._sums.applied > 0 and self._sums.reported != step
 
     def take(self, step: int) -> tuple[int, dict[str, float]]:
         """Returns the number (from 1) and the results of the epoch ending at this step.
 
-        Resets the sums, unless the run ends in mid-epoch.
+        Resets the sums, unless the run ends in the middle of an epoch.
         """
         sums = self._sums
         numbers = {
@@ -152,7 +153,7 @@ class EpochMeans(Callback):
 
 
 def _measure_memory() -> float:
-    """Returns the peak memory of this process in GiB, on an accelerator that of the card."""
+    """Returns the peak memory of this process in GiB; on an accelerator, the card's memory."""
     if device.on_accelerator():
         return device.peak_allocated_bytes() / _GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB

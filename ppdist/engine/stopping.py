@@ -10,26 +10,26 @@ from ppdist.common.process import STOPPED, say
 from ppdist.common.signals import STOP_SIGNALS, release_signals
 from ppdist.distributed import comm, heartbeat
 
-# Paddle's launcher sends SIGTERM three times within 0.6 s, or longer where the machine is busy.
+# Paddle's launcher sends SIGTERM three times within 0.6 s, or longer if the machine is busy.
 _SAME_REQUEST_SECONDS = 2.0
 
 
 class StopRequest:
-    """A request to stop, made of this process by a signal.
+    """A request that this process stop, made by a signal.
 
     Attributes:
-        made: True once it was made; every rank learns of it from the next step's sum.
+        made: True once a stop was requested; every rank learns of it from the next step's sum.
     """
 
     made = False
 
 
 def until_first_step() -> None:
-    """Lets a signal end this process until `listen`.
+    """Lets a signal end this process until `listen` is called.
 
     Nothing is trained yet, so nothing is lost.  Call it after importing Paddle, with signals held
-    back by `signals.hold_signals` before that: Paddle installs a handler below Python's that prints
-    a page about a "FatalError".  From `comm.init` on, a rank with peers just dies of SIGTERM, and
+    back by `signals.hold_signals` before that: Paddle has a native one, which prints
+    a page about a "FatalError".  From `comm.init` on, SIGTERM simply kills a rank that has peers, and
     fleetrun explains it.
     """
     process_id = os.getpid()
@@ -80,5 +80,5 @@ def listen(ask: Callable[[], None]) -> None:
         signal.signal(number, hear)
         if comm.world_size() > 1:
             # A signal during a barrier would break the connection to Paddle's store, which takes an
-            # interrupted system call for an error.  So the call restarts; `hear` runs after it.
+            # interrupted system call for an error.  So the call is restarted; `hear` runs after it.
             signal.siginterrupt(number, False)

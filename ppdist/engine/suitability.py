@@ -11,8 +11,9 @@ from ppdist.data.types import DetectionSet, Records
 from ppdist.metrics.findings import BEYOND_QUERIES, DETR_FROM_SCRATCH, TINY_OBJECTS, Finding
 from ppdist.models.model_card import fitting_weights
 
-# 205 images of BCCD teach a D-FINE of random weights next to nothing in as many epochs as a YOLOv5
-# needs (docs/dev/few_images.md); published ones saw COCO's 118,000 images 72 to 230 times.
+# From the 205 images of BCCD, a D-FINE with random weights learns almost nothing in as many epochs
+# as a YOLOv5 needs (docs/dev/few_images.md); the published D-FINE models were trained for 72 to 230
+# epochs on COCO's 118,000 images.
 _FEW_IMAGES = 8000
 _CELL = 8.0  # input pixels, the finest stride of the detectors here
 _TINY_SHARE = 0.25  # of the objects: more below a cell is worth a warning
@@ -26,7 +27,7 @@ def findings_of(
 ) -> list[Finding]:
     """Finds settings that do not suit the data, the most harmful first.
 
-    Args: train, val: the splits that are read; None: that split is not read.
+    Args: train, val: the splits that are read; None if a split is not read.
     Returns: one sentence each, with its code and the remedy; [] for classifiers.
     """
     if config.model.task == "classify":
@@ -56,7 +57,7 @@ def findings_of(
 
 
 def _find_tiny_objects(config: ExperimentConfig, train: DetectionSet) -> list[Finding]:
-    """Warns if many objects are smaller than a cell of the finest feature map."""
+    """Warns if many objects are smaller than one cell of the finest feature map."""
     size = config.model.image_size
     objects = collect_objects(train, size, config.data.resize)
     usable_M = ~objects.crowd_M & (objects.sizes_N2[objects.image_M] > 0).all(1)
@@ -86,7 +87,7 @@ def _find_tiny_objects(config: ExperimentConfig, train: DetectionSet) -> list[Fi
 
 
 def _find_crowded_images(queries: int, split: str, dataset: DetectionSet) -> list[Finding]:
-    """Warns if images show more objects than the model can find."""
+    """Warns if images contain more objects than the model can detect."""
     records = Records.of(dataset.records)
     count_N = np.bincount(records.image_O[~records.crowd_O], minlength=len(records))
     if not (count_N > queries).any():

@@ -8,19 +8,19 @@ from ppdist.common.job import STARTED_VARIABLE
 from ppdist.common.process import boot_seconds
 
 _MARGIN = 1.2  # the last evaluation and checkpoint may take this many times as long as before
-# For pictures and trackers, after the last checkpoint.
+# Time reserved for pictures and trackers, after the last checkpoint.
 _REST_SECONDS, _REST_SHARE = 60.0, 0.1
 
 
 class TimeBudget:
     """The wall time that a started command may take (`train.hours`).
 
-    It counts from the start of fleetrun, over all its restarts; without fleetrun from the moment
-    when this object is made.
+    It counts from the start of fleetrun, across all of its restarts; without fleetrun, from the
+    creation of this object.
     """
 
     def __init__(self, hours: float, clock: Callable[[], float] = boot_seconds) -> None:
-        """Args: clock: seconds, counted from the same moment as STARTED_VARIABLE."""
+        """Args: clock: returns seconds, counted from the same moment as STARTED_VARIABLE."""
         self.hours = hours
         self._clock = clock
         self._began = float(os.environ.get(STARTED_VARIABLE) or clock())
@@ -41,9 +41,9 @@ class TimeBudget:
         return 3600 * self.hours - self.elapsed()
 
     def is_over(self, closing_seconds: float) -> bool:
-        """Returns True if the run has to stop now to end in time.
+        """Returns True if the run has to stop now to finish in time.
 
-        Args: closing_seconds: of a last step, an evaluation and a checkpoint.
+        Args: closing_seconds: time needed for a last step, an evaluation and a checkpoint.
         """
         total_seconds = 3600 * self.hours
         rest = min(_REST_SECONDS, _REST_SHARE * total_seconds)

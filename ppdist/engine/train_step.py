@@ -28,10 +28,10 @@ from ppdist.optim.updater import Updater
 class StepSettings(NamedTuple):
     """Numbers of a step.
 
-    seed: of the model's random numbers, with the step and the micro-batch.
-    clip_norm: largest L2 norm of the gradient; None: no clipping.
+    seed: seeds the model's random numbers, together with the step and the micro-batch.
+    clip_norm: largest L2 norm of the gradient; None for no clipping.
     loss_divisor: keeps loss sums in the range of low precisions; cancels out exactly.
-    spread: each micro-batch is spread over all ranks, whose batch norm meets in it.
+    spread: whether each micro-batch is spread over all ranks, which then share its batch norm.
     """
 
     seed: int
@@ -52,11 +52,11 @@ class TrainStep:
 
     which is the gradient of one rank with one large batch, however the images are distributed.
     A loss that knows its normalizers from the targets alone gets their sums beforehand instead.
-    Parameters that only a term with its own normalizer trains are divided by that one.
+    Gradients of parameters that only a term with its own normalizer trains are divided by that one.
 
-    Collective: every rank calls the step with at least one micro-batch, if need be a blank one, and
-    reaches the same collectives, marked below.  Ranks decide alike, by sums over all of them: a
-    loss that is not finite on one rank is `broken` on all, and none applies the step.
+    Collective: every rank calls the step with at least one micro-batch, which may be blank, and
+    reaches the same collectives, marked below.  All ranks decide alike, from sums over all ranks: a
+    loss that is not finite on one rank is `broken` on all ranks, and none applies the step.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TrainStep:
         policies: Sequence[StepPolicy],
         settings: StepSettings,
     ) -> None:
-        """Args: policies: called in this order at each moment; the last is outermost `around`."""
+        """Args: policies: called in this order at each hook; in `around`, the last is outermost."""
         self.model = model
         self.wrapped = collectives.wrap(model)
         self.loss = loss
@@ -86,7 +86,7 @@ class TrainStep:
     def __call__(
         self, batches: Iterable[Batch], step: int, rates: LearningRates, clock: Clock
     ) -> StepResult:
-        """Makes optimizer step `step` (from 0) of this rank's micro-batches.  Collective."""
+        """Runs optimizer step `step` (from 0) on this rank's micro-batches.  Collective."""
         self._gradients.drop()
         for policy in self.policies:
             policy.before_step(step, self.exchange.synchronised(step - 1))  # collective: EMA
@@ -187,17 +187,18 @@ class TrainStep:
         output: LossOutput = self.loss(outputs, *targets, step, normalizers)
         clock.lap("loss")
         self._met_others |= exchanges and ranks.world_size() > 1
-        # Blank (end of an epoch, no memory, no images): the same collectives, but no gradient.
+        # A blank batch (end of an epoch, out of memory, no images) runs the same collectives, but
+        # yields no gradient.
         with nullcontext() if batch.real else self._gradients.adding_zeros():
             self.precision.scale(sum_losses(output) / self._settings.loss_divisor).backward()
         clock.lap("backward")
         return output if batch.real else zero_losses(output)
 
     def _seed_draws(self, step: int, number: int) -> None:
-        """Seeds the model's random numbers by seed, step and micro-batch.
+        """Seeds the model's random numbers from seed, step and micro-batch.
 
         So they are the same on any number of ranks, and in a resumed run.  Ranks that share a
-        micro-batch add their rank, because they have different images of it.
+        micro-batch also use their rank, because they have different images of it.
         """
         which = (number, ranks.rank()) if self.statistics.spread else (number,)
         draws = np.random.SeedSequence([self._settings.seed, step, *which])
@@ -217,11 +218,11 @@ class TrainStep:
         return max([Verdict.APPLY, *(policy.verdict(totals.votes) for policy in self.policies)])
 
     def _factor(self, divisor: float) -> float:
-        """Returns the factor from the rank-mean gradient of total / loss_divisor to the mean's."""
+        """Returns what turns the rank-mean gradient of total / loss_divisor into the mean's."""
         return self._settings.loss_divisor * ranks.world_size() / divisor
 
     def _read_factor(self, message: Tensor, sums: LossSums) -> float:
-        """Waits for `_factor`, including the loss scale; nan: no rank will apply the step."""
+        """Waits for `_factor`, including the loss scale; nan if no rank will apply the step."""
         totals = Totals.of(collectives.read(message), self._votes)
         if totals.broken or self._decide(totals) is not Verdict.APPLY:
             return math.nan
@@ -236,9 +237,11 @@ class TrainStep:
         self._gradients.apply(factor, rates)
 
     def _finish(self, step: int, verdict: Verdict) -> bool:
-        """Ends a step, in which ranks exchange weights if due; not if it repeats.  Collective.
+        """Ends a step; ranks exchange weights if this is due and the step is not repeated.
 
-        Returns: True if all ranks hold the same weights now.
+        Collective.
+
+        Returns: True if all ranks now hold the same weights.
         """
         synchronised = verdict is not Verdict.REPEAT and self.exchange.finish(step)  # collective
         if synchronised:
@@ -252,7 +255,7 @@ class TrainStep:
     ) -> tuple[bool, list[str]]:
         """Undoes gradients and running statistics; halves the loss scale if `bad`.  Collective.
 
-        Args: bad: a value was not finite.  recheck: see `_name_broken_gradients`.
+        Args: bad: whether a value was not finite.  recheck: see `_name_broken_gradients`.
         Returns: `searching` and `own_not_finite` of `StepResult`.
         """
         self.precision.reject(lowers_scale=bad)

@@ -39,14 +39,14 @@ _LOGGER = logging.getLogger("ppdist.engine")
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """The components of a training run, which `build.py` makes from the configuration.
+    """The components of a training run, which `build.py` creates from the configuration.
 
     Attributes:
         batch_source: this rank's micro-batches.
         policies: asked after each step in this order, until one repeats the step or rolls back.
         stop: the stop request of this process.
         epoch_means, record_sums: the callbacks whose sums a checkpoint holds.
-        callbacks: called at each moment in this order.
+        callbacks: called in this order at each hook.
     """
 
     train_step: TrainStep
@@ -63,7 +63,7 @@ class TrainingParts:
 
 
 class Trainer:
-    """The loop of a training; every rank builds one and calls `fit`."""
+    """The training loop; every rank builds one and calls `fit`."""
 
     def __init__(self, parts: TrainingParts) -> None:
         self.train_step, self.batch_source = parts.train_step, parts.batch_source
@@ -76,12 +76,12 @@ class Trainer:
         self._steps: Iterator[Iterator[Batch]] = iter(())
 
     def fit(self) -> int:
-        """Trains to the end or a signal.  Collective.
+        """Trains until the end of the run or a stop signal.  Collective.
 
         Returns: the exit code: 0; 75 after a signal and a clean checkpoint.
-        Raises: UserError: loss or gradient stayed not finite, see `train.bad_steps_limit`, or
-            another training has taken the folder.
-            StorageError: images stay unavailable; what was learned is saved, and a restart resumes.
+        Raises: UserError: loss or gradient kept being non-finite, see `train.bad_steps_limit`, or
+            another training run has taken the folder.
+            StorageError: images stay unavailable; the progress is saved, and a restart resumes.
         """
         try:
             following = self._begin()
@@ -112,9 +112,10 @@ class Trainer:
         """Continues from a checkpoint; called before `fit`.  Collective.
 
         Args:
-            in_place: the checkpoint lies in the folder to which this run saves.
-            rescored: the best so far was measured by other settings, so it no longer counts.
-        Raises: CheckpointError: it belongs to a model of another shape.
+            in_place: whether the checkpoint is in the folder to which this run saves.
+            rescored: whether the best score so far was measured with other settings, so that it no
+                longer counts.
+        Raises: CheckpointError: it belongs to a model with other shapes.
         """
         self.state, warning = restore_state(saved, self.train_step)
         if warning:
@@ -131,7 +132,7 @@ class Trainer:
     # Begin and end
 
     def _begin(self) -> Next:
-        """Prepares for the first step of this process.  Collective.
+        """Prepares the first step of this process.  Collective.
 
         Returns: CONTINUE, or the reason why the run ends without a step.
         """
@@ -203,9 +204,9 @@ class Trainer:
         return STOPPED
 
     def _save_before_end(self) -> bool:
-        """Saves what was learned, if a run can resume from it.  Collective.
+        """Saves the progress, if a run can resume from it.  Collective.
 
-        Returns: True if it did.
+        Returns: True if it was saved.
         """
         step = self.state.step
         can_resume = step > 0 and self.train_step.exchange.synchronised(step - 1)
@@ -235,11 +236,11 @@ class Trainer:
     # Step
 
     def _seek(self) -> None:
-        """Fetches the batches of the next step from here on."""
+        """Makes the next batches that are fetched those of the next step."""
         self._steps = self.batch_source.steps(self.state.step, self.state.class_scores)
 
     def _make_step(self) -> Next:
-        """Makes the next step until it need not be repeated; returns what follows.  Collective."""
+        """Runs the next step until it need not be repeated; returns what follows.  Collective."""
         state, following = self.state, Next.REPEAT
         while following >= Next.REPEAT:
             following = self._try_step()
@@ -251,7 +252,7 @@ class Trainer:
         return following
 
     def _try_step(self) -> Next:
-        """Makes or skips the next step; returns the answer of the policies.  Collective."""
+        """Runs or skips the next step; returns the answer of the policies.  Collective."""
         state = self.state
         if self.saving.is_lost() and not self.stop.made:
             self._ask_to_stop()  # other ranks cannot see it; `Saving.finish` raises on all
@@ -272,7 +273,7 @@ class Trainer:
         return following
 
     def _train_step(self, watch: Stopwatch) -> StepResult:
-        """Makes one optimizer step and reports it.  Args: watch: runs since the step began."""
+        """Runs one optimizer step and reports it.  Args: watch: started when the step began."""
         state, clock = self.state, Clock()
         rates = self.schedule.lr_scheduler.rates(state.step).scaled(state.lr_factor)
         with ExitStack() as around:
@@ -290,7 +291,7 @@ class Trainer:
     def _ask_policies(self, result: StepResult | None) -> Next:
         """Returns the strictest answer of the policies after a step.
 
-        Args: result: None: the step was skipped.
+        Args: result: the results of the step; None if it was skipped.
         """
         following = Next.CONTINUE
         for policy in self.policies:
@@ -301,7 +302,7 @@ class Trainer:
         return Next.REPEAT if repeats else following
 
     def _follow_rollback(self) -> None:
-        """Brings checkpoints, sums and callbacks back to the step of a rollback."""
+        """Resets checkpoints, sums and callbacks to the step of a rollback."""
         self.saving.go_back(self.state)
         self._restore_sums()
         self._notify(lambda callback: callback.on_rollback(self.state.step))
@@ -314,7 +315,8 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Evaluates the averaged weights, if the run evaluates at all.  Collective.
 
-        Returns: False, on all ranks: one was asked to stop, so a resumed run has to evaluate.
+        Returns: False, on all ranks, if a rank was asked to stop, so that a resumed run has to
+            evaluate.
         """
         state, evaluations = self.state, self.evaluations
         if evaluations.evaluator is None:
@@ -336,7 +338,7 @@ class Trainer:
         return True
 
     def _keep_best(self) -> None:
-        """Saves and names a new best.  Collective.
+        """Saves a new best checkpoint, and logs it.  Collective.
 
         Its evaluation and its epoch are recorded before it is saved, because a run that resumes
         there repeats neither.
@@ -351,19 +353,19 @@ class Trainer:
     # Save
 
     def _save(self) -> None:
-        """Saves this step, if it is not saved.  Collective; no rank waits for the disk."""
+        """Saves this step, unless it is saved already.  Collective; no rank waits for the disk."""
         snapshot = self.saving.save(self.state.step, self._capture)
         if snapshot is not None:
             self._keep(snapshot)
             self._notify(lambda callback: callback.on_save(snapshot.step))
 
     def _keep(self, snapshot: Snapshot) -> None:
-        """Gives the policies a snapshot to which the run may roll back."""
+        """Passes the policies a snapshot to which the run may roll back."""
         for policy in self.policies:
             policy.keep(snapshot)
 
     def _capture(self) -> Snapshot:
-        """Copies everything a run resumes from.  Collective."""
+        """Copies everything that a run needs to resume.  Collective."""
         self.state.epoch_sums = self.epoch_means.sums()
         self.state.record_sums = self.record_sums.sums()
         return capture_state(self.train_step, self.state, self.schedule)

@@ -12,7 +12,7 @@ from ppdist.optim.updater import Updater
 
 
 class AveragedWeights(StepPolicy):
-    """The policy that updates the average of the weights, whenever all ranks hold the same."""
+    """The policy that updates the average of the weights whenever all ranks hold equal weights."""
 
     def __init__(self, ema: EMA, optimizer: Updater) -> None:
         self.ema = ema
@@ -37,7 +37,7 @@ class AveragedWeights(StepPolicy):
         return {"ema": self.ema.state()}, facts
 
     def load(self, groups: Mapping[str, Mapping[str, np.ndarray] | None], facts: Any) -> None:
-        """Restores the average; a checkpoint without one restores the weights in its place."""
+        """Restores the average; without one in the checkpoint, starts from its weights."""
         arrays = groups.get("ema") or groups["model"]
         assert arrays is not None
         self.ema.load(arrays, facts["ema_updates"], facts.get("ema_restarted"))

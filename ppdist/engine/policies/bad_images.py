@@ -9,7 +9,7 @@ from ppdist.engine.step_policy import StepPolicy, Verdict
 
 
 class BadImages(StepPolicy):
-    """The policy that adds the unusable images of single ranks to the blocklist of all ranks."""
+    """The policy that adds the unusable images found by any rank to the blocklist of all ranks."""
 
     votes = ("bad_images",)
 
@@ -38,7 +38,7 @@ class BadImages(StepPolicy):
 
         Raises: DataError, on every rank: there are too many.
         """
-        # Reset, because a skipped step has no vote that would do it.
+        # Reset here, because a skipped step has no vote that would reset it.
         has_new, self._met_somewhere = self._met_somewhere, False
         if not has_new:
             return

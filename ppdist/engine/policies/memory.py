@@ -24,7 +24,7 @@ class StandIn(StepPolicy):
     """The policy that runs a blank image in place of a micro-batch that does not fit into memory.
 
     Attributes:
-        short: this rank ran out of memory in this step.
+        short: whether this rank ran out of memory in this step.
     """
 
     votes = (_VOTE,)
@@ -34,9 +34,9 @@ class StandIn(StepPolicy):
         self.short = False
 
     def around(self, run: Pass, batch: Batch, communicated: Callable[[], bool]) -> LossOutput:
-        """Runs a pass; after one that does not fit, the rest of the step runs a blank image.
+        """Runs a pass; if it does not fit into memory, the rest of the step runs a blank image.
 
-        So this rank reaches all collectives of the step, and the others learn of it by the vote.
+        So this rank reaches all collectives of the step, and the others learn of it from the vote.
 
         Raises: the error of the pass: collectives within forward or backward may have been missed,
             and it is unknown which.
@@ -47,7 +47,7 @@ class StandIn(StepPolicy):
             except Exception as error:
                 if not is_out_of_memory(error) or communicated():
                     raise
-            # Not within the clause: the exception holds frames, and these hold the memory.
+            # Not inside the except clause: the exception refers to frames, which keep the memory.
             device.release_memory()
             self.short = True
         return run(_make_blank(batch))
@@ -72,7 +72,7 @@ class SmallerMicroBatches(RunPolicy):
         self._log = log
 
     def begin(self, state: TrainState) -> Next:
-        """Starts with the smallest micro-batch that an earlier attempt of the job has noted."""
+        """Starts with the smallest micro-batch that an earlier attempt of the job has recorded."""
         noted_W = comm.all_gather_object(read_note(_MICRO_BATCH_FILE))
         sizes = [size for size in (state.max_micro_batch, *noted_W) if size is not None]
         state.max_micro_batch = min(sizes, default=None)
@@ -88,7 +88,7 @@ class SmallerMicroBatches(RunPolicy):
     def after_step(self, state: TrainState, result: StepResult | None) -> Next:
         """Halves the micro-batches after some rank ran out of memory.
 
-        Raises: ConfigError, on every rank: they have one image already.
+        Raises: ConfigError, on every rank: the micro-batches have only one image already.
         """
         if result is None or not result.totals[_VOTE]:
             return Next.CONTINUE
@@ -112,7 +112,7 @@ class SmallerMicroBatches(RunPolicy):
 
     @contextlib.contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Notes that this rank ran out of memory while others wait in a collective.  Local.
+        """Records that this rank ran out of memory while others wait in a collective.  Local.
 
         The next attempt of the job then starts with smaller micro-batches.
 
@@ -138,7 +138,7 @@ class SmallerMicroBatches(RunPolicy):
 
 
 def count_parts(batch_size: int, max_micro_batch: int | None) -> int:
-    """Counts the parts into which a micro-batch is split; None: 1.
+    """Returns the number of parts into which a micro-batch is split; 1 for None.
 
     The count is a power of two, so that halving once more halves the present parts.
     """
@@ -152,9 +152,9 @@ def _halve_micro_batch(batch_size: int, parts: int, step: int, ranks: str) -> in
     """Returns half of the images of a micro-batch.
 
     Args:
-        step: for the message, from 1.
-        ranks: those that ran out of memory, for the message.
-    Raises: ConfigError: it has one image already.
+        step: the step (from 1), for the message.
+        ranks: the ranks that ran out of memory, for the message.
+    Raises: ConfigError: the micro-batch has only one image already.
     """
     images = math.ceil(batch_size / parts)
     if images == 1:
@@ -171,5 +171,5 @@ def _halve_micro_batch(batch_size: int, parts: int, step: int, ranks: str) -> in
 
 
 def _make_blank(batch: Batch) -> Batch:
-    """Makes a blank batch with the shapes of a batch's first image; see `Batch`."""
+    """Creates a blank batch with the shapes of a batch's first image; see `Batch`."""
     return replace(batch, **{n: getattr(batch, n)[:1] for n in Arrays._fields}, real=False)

@@ -19,7 +19,7 @@ _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class ReplicaCheck(RunPolicy):
-    """The policy that compares the replicas of all ranks every so many steps."""
+    """The policy that compares the replicas of all ranks at a regular interval of steps."""
 
     def __init__(
         self,
@@ -30,9 +30,9 @@ class ReplicaCheck(RunPolicy):
     ) -> None:
         """
         Args:
-            every: steps from one comparison to the next; 0: only after a rollback.
+            every: steps from one comparison to the next; 0 compares only after a rollback.
             roll_back_once: rolls back after a step at which replicas differ and none is known to be
-                right; returns True if it did.
+                right; returns True if it rolled back.
         """
         self._train_step = train_step
         self._every = train_step.exchange.next_synchronised(every)
@@ -59,12 +59,12 @@ class ReplicaCheck(RunPolicy):
 
 @paddle.no_grad()
 def check_replica_consistency(step: TrainStep) -> tuple[str, bool]:
-    """Compares replicas over ranks and repairs those that differ.  Collective.
+    """Compares the replicas of all ranks and repairs those that differ.  Collective.
 
     Compares weights, running statistics and EMA.  A flipped bit, or a sum that went wrong on one
     rank, would silently make the ranks train different models.  Values are trusted if more than
     half of the ranks hold them, or if no others are finite.  Otherwise, as with two ranks that
-    differ, all get the most frequent values, and of equally frequent ones those of the lowest rank.
+    differ, all ranks get the most frequent values; in a tie, the values of the lowest rank.
     The optimizer state is copied with them but not compared: where it differs, so do the weights
     one step later.
 
@@ -130,7 +130,7 @@ def _iterate_compared(step: TrainStep) -> Iterator[tuple[str, paddle.Tensor]]:
 
 
 def _group_by_dtype(step: TrainStep) -> list[list[paddle.Tensor]]:
-    """Groups all tensors that ranks share by dtype, in the same order on every rank."""
+    """Groups all tensors that ranks share according to dtype, in the same order on every rank."""
     tensors = [tensor for _, tensor in _iterate_compared(step)] + step.optimizer.shared_state()
     types = sorted({str(tensor.dtype) for tensor in tensors})
     return [[tensor for tensor in tensors if str(tensor.dtype) == kind] for kind in types]

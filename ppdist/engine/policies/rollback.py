@@ -29,7 +29,7 @@ class Rollback(RunPolicy):
         self._repeated_step = -1  # of the snapshot to which `roll_back_once` has gone back
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Keeps a snapshot for rollback unless taken during bad steps.  Local.
+        """Keeps a snapshot for rollbacks unless it was taken during bad steps.  Local.
 
         A run that resumes from such a snapshot (the best, or the end) rolls back no further.
         """
@@ -102,8 +102,8 @@ class Rollback(RunPolicy):
     def roll_back_once(self, state: TrainState, step: int) -> bool:
         """Rolls back after a step at which replicas differ and none is known to be right.
 
-        Returns: True if it did.  It does so once for each snapshot, because steps that make
-            replicas differ again would be repeated forever.
+        Returns: True if it rolled back.  It does so only once for each snapshot, because steps that
+            make replicas differ again would be repeated forever.
         """
         assert self._good_snapshot is not None, "nothing was kept"
         if self._repeated_step == self._good_snapshot.step:
@@ -126,5 +126,5 @@ class Rollback(RunPolicy):
 
 
 def _make_rollback_record(state: TrainState, step: int, reason: str) -> dict[str, Any]:
-    """Returns the record of a rollback from a step to the present one, for metrics.jsonl."""
+    """Returns the record of a rollback from a step to the current step, for metrics.jsonl."""
     return {"step": state.step, "returned_from_step": step, "reason": reason}

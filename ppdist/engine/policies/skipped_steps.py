@@ -42,7 +42,7 @@ class SkippedSteps(RunPolicy):
 def parse_steps(text: str) -> set[int]:
     """Parses step numbers such as `7,12`.
 
-    Raises: ConfigError: the text has another form.
+    Raises: ConfigError: the text does not have this form.
     """
     if text and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text, re.ASCII):
         raise ConfigError(

@@ -23,7 +23,7 @@ class Stop(StepPolicy, RunPolicy):
         return {_VOTE: self._request.made}
 
     def after_step(self, state: TrainState, result: StepResult | None) -> Next:
-        """Stops after a request, with local SGD not before ranks hold the same weights."""
+        """Stops after a request; with local SGD, not before all ranks hold the same weights."""
         if result is not None and result.synchronised and result.totals[_VOTE]:
             return Next.SAVE_AND_STOP
         return Next.CONTINUE

@@ -27,14 +27,14 @@ class TimeLimit(StepPolicy, RunPolicy):
         self._log = log
 
     def begin(self, state: TrainState) -> Next:
-        """Ends a resumed run at once if it has no time for another step."""
+        """Ends a resumed run at once if there is no time for another step."""
         self._log.info(f"{self._budget}")
         if not state.step or state.step == self._schedule.total_steps:
             return Next.CONTINUE
         return Next.OUT_OF_TIME if comm.run_on_main(self._is_over) else Next.CONTINUE
 
     def vote(self, batches: Sequence[Batch]) -> Mapping[str, float]:
-        # Only rank 0 votes, because the clocks of hosts differ.
+        # Only rank 0 votes, because the hosts' clocks differ.
         return {_VOTE: comm.is_main() and self._is_over()}
 
     def after_step(self, state: TrainState, result: StepResult | None) -> Next:
