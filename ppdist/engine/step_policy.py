@@ -124,7 +124,8 @@ class StepPolicy:
         """Restores what `state` returned, from a checkpoint or in a rollback.
 
         Args:
-            groups: all arrays of the checkpoint, including `model`, by group.
+            groups: all arrays of the checkpoint, including `model`, by group; a group is None or
+                absent if the checkpoint lacks it.
             facts: the content of the checkpoint's state.json.
         """
 

@@ -28,8 +28,8 @@ def until_first_step() -> None:
     """Lets a signal end this process until `listen` is called.
 
     Nothing is trained yet, so nothing is lost.  Call it after importing Paddle, with signals held
-    back by `signals.hold_signals` before that: Paddle has a native one, which prints
-    a page about a "FatalError".  From `comm.init` on, SIGTERM simply kills a rank that has peers, and
+    back by `signals.hold_signals` before that: Paddle installs a native handler that prints a page
+    about a "FatalError".  From `comm.init` on, SIGTERM simply kills a rank that has peers, and
     fleetrun explains it.
     """
     process_id = os.getpid()

@@ -338,7 +338,7 @@ class Trainer:
         return True
 
     def _keep_best(self) -> None:
-        """Saves a new best checkpoint, and logs it.  Collective.
+        """Saves a new best checkpoint, and makes `best` point to it.  Collective.
 
         Its evaluation and its epoch are recorded before it is saved, because a run that resumes
         there repeats neither.

@@ -38,8 +38,8 @@ _DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY")  # variables that a desktop sets
 class Detection(NamedTuple):
     """A detected object.
 
-    box_xyxy: in pixels of the image.  score: 0..1.  name: of its class.  track_id: of the object
-    through the frames of a video; None: it is not followed.
+    box_xyxy: in pixels of the image.  score: 0..1.  name: name of its class.  track_id: id of the
+    object in all frames of a video; None if it is not tracked.
     """
 
     box_xyxy: tuple[float, float, float, float]
@@ -50,7 +50,7 @@ class Detection(NamedTuple):
 
 
 def _explain_object(detection: Detection, name: str) -> Any:
-    """Says what to write where a name of an image's results is asked of one of its objects."""
+    """Says what to write if an object is asked for an attribute of the image's results."""
     refuse_name("Detections", name)
     raise AttributeError(f"'Detection' object has no attribute {name!r}")
 
@@ -69,8 +69,8 @@ class Detections:
         names: of class 0, 1, ...: `names[class_ids[i]]`.
         image: uint8 RGB [H, W, 3], upright.
         source: the file, address or position that the image came from; "" where unknown.
-        category_ids: what a COCO result calls class 0, 1, ...
-        frame: number in a video from 0; None: an image.
+        category_ids: COCO category ids of class 0, 1, ...
+        frame: frame number in a video, from 0; None for an image.
         track_ids: int64 [N], -1: not tracked yet; None: no tracking.
     """
 
@@ -101,7 +101,7 @@ class Detections:
     def __getitem__(self, index: slice | np.ndarray) -> "Detections": ...
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns an object by its place, best first; or Detections of a slice or a mask [N]."""
+        """Returns an object by its index, best first; for a slice or a mask [N], Detections."""
         if isinstance(index, int | np.integer):
             return list(self)[index]
         tracks = None if self.track_ids is None else self.track_ids[index]
@@ -120,7 +120,7 @@ class Detections:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __str__(self) -> str:
-        """Returns a summary such as "4 person, 1 bus"; the commonest class first."""
+        """Returns a summary such as "4 person, 1 bus"; the most common class first."""
         return summarize_names(self.names[label] for label in self.class_ids.tolist())
 
     def __repr__(self) -> str:
@@ -146,7 +146,7 @@ class Detections:
     def show(self) -> None:
         """Shows `plot()` below a notebook's cell, or in the desktop's viewer.
 
-        Where there is neither, a line names the file that it is written to.
+        If there is neither, it is written to a file, whose name is printed.
         """
         if "ipykernel" in sys.modules:
             from IPython.display import display
@@ -221,7 +221,7 @@ class Detections:
         return "".join(lines)
 
     def to_voc(self) -> str:
-        """Returns Pascal VOC's XML, corners rounded to whole pixels; `score` beside them.
+        """Returns Pascal VOC XML with corners rounded to whole pixels, and the `score` of each box.
 
         Corners are edges, as `data.format: voc` reads them.
         """
@@ -314,7 +314,7 @@ def write_picture(path: Path, image_HW3: np.ndarray) -> None:
 
 
 def draw_tracks(detections: Detections) -> np.ndarray:
-    """Draws boxes named `person #3`, in a colour for each object."""
+    """Draws boxes labelled `person #3`, each object in a colour of its own."""
     objects = list(detections)[::-1]  # drawn last, so that the surest is on top
     boxes_N4 = detections.boxes_xyxy[::-1]
     texts, colours = [], []

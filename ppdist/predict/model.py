@@ -51,9 +51,9 @@ Predict = Callable[[Sequence[np.ndarray]], list[np.ndarray]]  # see LoadedModel.
 
 
 class EagerGraph:
-    """A dygraph model behind the interface of a graph, with its suppression at the end.
+    """A dygraph model behind the interface of a graph, followed by non-maximum suppression.
 
-    nms: the suppression of a detector; None: a classifier.
+    nms: settings of a detector's suppression; None for a classifier.
     """
 
     output_names: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class LoadedModel:
 
     @property
     def size_multiple(self) -> int:
-        """Returns what the sides of the input are multiples of, pixels."""
+        """Returns the number of pixels that the sides of the input must be a multiple of."""
         if isinstance(self.graph, EagerGraph):
             return self.graph.model.size_multiple
         return self.spec.input.size_multiple
@@ -99,7 +99,7 @@ class LoadedModel:
         return make_loaded(spec, self.graph, self.nms_in_graph)
 
     def __call__(self, images: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Predicts images, all of them as one batch.
+        """Predicts all images as one batch.
 
         Args: images: uint8 RGB [H, W, 3], upright, each of any size.
         Returns: for each image float32 rows_R6 (class, score, x1, y1, x2, y2 in its pixels and
@@ -123,9 +123,9 @@ def load_weights(
 
     Args:
         weights: see `models.weights.load_weights`.
-        warn: called if class names had to be made up.
-        names_alone: do not read the data set if the weights name their classes.
-    Raises: WeightsError: they do not fit; ConfigError: names do not fit the model.
+        warn: called if placeholder class names had to be used.
+        names_alone: do not read the data set if the weights contain class names.
+    Raises: WeightsError: the weights do not fit; ConfigError: the names do not fit the model.
     """
     model = build_model(config)
     card = read_card_or_warn(weights, warn, derives=False)
@@ -145,15 +145,15 @@ def load_export(
     precision: Precision = "float32",
     wanted_device: str = "auto",
 ) -> LoadedModel:
-    """Loads an exported model; the log says what runs it.
+    """Loads an exported model; logs which runtime runs it.
 
     Args:
-        path: its folder; or the file in it that is to run: Paddle's, .onnx, _int8.onnx.
-        backend: None: on a card Paddle, else the fastest here that the export was checked in
-            (`runtime.predictor.chosen_backend`).
-        threads: CPU threads of one prediction.
-    Raises: ExportError: no exported model there, or not the one of these options.
-        ConfigError: options that do not go together.
+        path: its folder; or the file in it to run: Paddle's, .onnx, _int8.onnx.
+        backend: None chooses Paddle on a card, otherwise the fastest available backend in which the
+            export was checked (`runtime.predictor.chosen_backend`).
+        threads: number of CPU threads per prediction.
+    Raises: ExportError: there is no exported model, or not the one that these options require.
+        ConfigError: the options cannot be combined.
     """
     directory = path if path.is_dir() else path.parent
     suffix = "" if path.is_dir() else path.suffix.lower()
@@ -171,7 +171,7 @@ def load_export(
     if not path.exists():
         raise ExportError("no such file or folder", code="not_an_export", where=str(path))
     spec = read_spec(directory)
-    # A file in place of a folder is the one to run: without this a card would choose Paddle's.
+    # If the path is a file, that file must run: without this, a card would choose Paddle's file.
     runnable = spec.model_copy(update={"paddle": None}) if suffix == ".onnx" else spec
     options = choose_runtime(runnable, backend, threads, precision, wanted_device)
     form, graph = open_exported(directory, spec, options)
@@ -195,7 +195,7 @@ def choose_runtime(
         backend = "paddle"
     if backend is None:
         try:
-            # The same rule as deploy/python, so that one export runs alike everywhere.
+            # The same rule as deploy/python, so that an export runs the same everywhere.
             backend_name = chosen_backend(spec.model_dump(mode="json"), "auto", "cpu", precision)
         except PredictorError as error:
             raise ExportError(str(error), code="export_lacks_format") from None
@@ -219,7 +219,7 @@ def choose_runtime(
 
 
 def export_folder(path: Path) -> Path | None:
-    """Returns the folder of an export, given itself or one of its files."""
+    """Returns the folder of an export from its path or that of one of its files."""
     if path.is_dir():
         return path if (path / SPEC_FILE).is_file() else None
     is_export_file = path.suffix.lower() in (
@@ -241,10 +241,10 @@ def with_suppression(
     Boxes that an export's graph has suppressed already are suppressed once more.
 
     Args:
-        iou: its threshold; None: that of the model.
-        agnostic: as nms.class_agnostic; False: as the model's.
-    Raises: ConfigError: no such number; an export whose graph suppresses more than that; or
-        agnostic alone for a model without suppression.
+        iou: its IoU threshold; None keeps the model's.
+        agnostic: as nms.class_agnostic; False keeps the model's setting.
+    Raises: ConfigError: `iou` is out of range; the graph of an export suppresses more boxes than
+        `iou` would; or `agnostic` without `iou` for a model without suppression.
     """
     if iou is not None and not 0 <= iou <= 1:
         raise ConfigError("expected 0..1", code="option_invalid", where=f"iou {iou:g}")
@@ -281,9 +281,9 @@ def with_suppression(
 
 
 def suppress_rows(rows_R6: np.ndarray, iou: float, agnostic: bool = False) -> np.ndarray:
-    """Returns the rows that no better row of their class overlaps by more than `iou`.
+    """Returns the rows that no row of their class with a higher score overlaps by more than `iou`.
 
-    Args: agnostic: no better row of any class.
+    Args: agnostic: compare rows of all classes.
     """
     if not len(rows_R6):
         return rows_R6
@@ -299,7 +299,7 @@ def suppress_rows(rows_R6: np.ndarray, iou: float, agnostic: bool = False) -> np
 class Wanted:
     """The choice of boxes to keep.
 
-    threshold: lowest score.  whence: where it comes from, in words; "": the user gave it.
+    threshold: lowest score.  whence: its origin, in words; "" if the user set it.
     class_ids: None: all classes.
     """
 
@@ -308,7 +308,7 @@ class Wanted:
     class_ids: frozenset[int] | None
 
     def of_classes(self, rows_R6: np.ndarray) -> np.ndarray:
-        """Returns the rows of these classes, whatever their score."""
+        """Returns the rows of these classes, regardless of their score."""
         if self.class_ids is None:
             return rows_R6
         return rows_R6[np.isin(rows_R6[:, 0], list(self.class_ids))]
@@ -324,13 +324,13 @@ def wanted(
     classes: Sequence[str | int] | str | int | None,
     warn: Callable[[str], None],
 ) -> Wanted:
-    """Checks the threshold and classes that a user asks for.
+    """Checks the threshold and classes that the user requests.
 
     Args:
-        threshold: None: the one of the best F1 in the model's card, else 0.25.
+        threshold: None uses the threshold of the best F1 in the model card, or else 0.25.
         classes: names or numbers from 0; None: all.
         warn: called if the model itself drops requested boxes.
-    Raises: ConfigError: no such threshold or class.
+    Raises: ConfigError: the threshold is out of range, or a class is unknown.
     """
     spec_content = spec.model_dump(mode="json")
     if threshold is None:
@@ -348,7 +348,7 @@ def wanted(
 
 
 def _class_id(requested: str | int, spec: InferenceSpec) -> int:
-    """Finds the number of the class of this name or number."""
+    """Returns the number of the class with this name or number."""
     names = spec.class_names
     if requested in names:
         return names.index(str(requested))
@@ -371,15 +371,15 @@ def _class_id(requested: str | int, spec: InferenceSpec) -> int:
 
 
 def make_loaded(spec: InferenceSpec, graph: Graph, nms_in_graph: bool) -> LoadedModel:
-    """Makes a model of a graph with its description; see `LoadedModel`."""
+    """Builds a model from a graph and its description; see `LoadedModel`."""
     predictor = Predictor.of_graph(spec.model_dump(mode="json"), graph, nms_in_graph)
     return LoadedModel(spec, graph, nms_in_graph, predictor)
 
 
 def require_task(spec: InferenceSpec, task: str, where: str) -> None:
-    """Requires a model of this task.
+    """Checks that a model is for this task.
 
-    Raises: ConfigError: it does something else.
+    Raises: ConfigError: it is for another task.
     """
     if spec.task != task:
         raise ConfigError(
@@ -391,7 +391,7 @@ def require_task(spec: InferenceSpec, task: str, where: str) -> None:
 
 
 def detections(frame: Frame, rows_R6: np.ndarray, spec: InferenceSpec) -> Detections:
-    """Makes Detections of the rows of one image, in their order."""
+    """Converts the rows of one image to Detections, in the same order."""
     return Detections(
         boxes_xyxy=np.ascontiguousarray(rows_R6[:, 2:], np.float32),
         scores=np.ascontiguousarray(rows_R6[:, 1], np.float32),

@@ -29,7 +29,7 @@ _COLUMNS = ("file_name", "frame", "class", "score", "x1", "y1", "x2", "y2", "tra
 
 
 def require_own_folder(out: Path, source: Path) -> None:
-    """Refuses an `out` whose files would be overwritten or mistaken for results.
+    """Checks that no files in `out` would be overwritten or mistaken for results.
 
     Raises: ConfigError: pictures would overwrite those of `source`, or files already in it would be
         mistaken for results and skipped.
@@ -57,9 +57,9 @@ def require_own_folder(out: Path, source: Path) -> None:
 
 
 def require_no_foreign_files(out: Path, names: Iterable[str]) -> None:
-    """Refuses names that already exist in `out` and that no earlier run wrote.
+    """Checks that `out` has no files with these names, except those that an earlier run wrote.
 
-    Raises: ConfigError.
+    Raises: ConfigError: there is such a file.
     """
     with data_errors(out):
         existing = [name for name in names if (out / name).exists()]
@@ -94,8 +94,8 @@ class Pictures:
 
     Args:
         out: their folder.
-        names: name of a source -> name of its picture, see `picture_names`; other sources are not
-            written.
+        names: name of a source -> name of its picture, see `picture_names`; no pictures are written
+            for other sources.
     """
 
     def __init__(self, out: Path, names: dict[str, str]) -> None:
@@ -109,7 +109,7 @@ class Pictures:
         return self._names.values()
 
     def wants(self, frame: Frame) -> bool:
-        """Returns True if a picture of this frame is to be written."""
+        """Returns True if a picture of this frame will be written."""
         return frame.name in self._names
 
     def write(self, frame: Frame, picture_HW3: np.ndarray) -> None:
@@ -146,9 +146,9 @@ class Pictures:
 
 
 def picture_names(names: Sequence[str], videos: Iterable[str] = ()) -> list[str]:
-    """Makes a unique picture name for each source; videos become .mp4.
+    """Chooses a unique picture name for each source; videos become .mp4.
 
-    Args: videos: those of `names` that are videos, whatever their suffix.
+    Args: videos: which of `names` are videos, regardless of their suffix.
     """
     used_names, videos = set(names), set(videos)
     result = []
@@ -174,7 +174,7 @@ class Results:
         self.images: list[dict[str, Any]] = []
 
     def write(self) -> Path:
-        """Ends the last video and writes the JSON file.
+        """Closes the last video and writes the JSON file.
 
         Raises: UserError: the file system fails.
         """
@@ -216,7 +216,7 @@ class Results:
 class Objects(Results):
     """The results of a detector.
 
-    Args: formats: of yolo, voc, csv, crops; COCO's JSON is always written.
+    Args: formats: any of yolo, voc, csv, crops; COCO's JSON is always written.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class Objects(Results):
         return {**super().content(), "annotations": self._annotations}
 
     def _label_file(self, frame: Frame, kind: str, suffix: str) -> Path:
-        """Returns a file of a frame, no two alike: `labels/a.txt`, of a video `labels/a_12.txt`."""
+        """Returns a unique label file for a frame: `labels/a.txt`, in a video `labels/a_12.txt`."""
         name = Path(frame.name)
         stem = name.with_suffix("") if frame.index is None else f"{name}_{frame.index}"
         file = self.out / FOLDERS[kind] / f"{stem}{suffix}"
@@ -333,7 +333,7 @@ def round_down(score: float) -> float:
 
 
 def folder_name(name: str, label: int) -> str:
-    """Makes a folder name of a class name; it cannot lead to another folder."""
+    """Converts a class name to a folder name, which cannot lead to another folder."""
     safe = "".join(
         letter if letter.isalnum() or letter in " -_+()" else "_" for letter in name
     ).strip()
@@ -344,7 +344,7 @@ class Classes(Results):
     """The results of a classifier."""
 
     def add(self, frame: Frame, probabilities_C: np.ndarray) -> dict[str, Any]:
-        """Records and draws the five surest classes; returns their JSON entry."""
+        """Records and draws the five classes with the highest scores; returns their JSON entry."""
         image, names = self.add_image(frame), self.spec.class_names
         ranking = rank(probabilities_C[None], np.zeros(1, np.int64), np.zeros(1, np.int64))
         labels_K, scores_K = ranking.labels_NK[0], ranking.scores_NK[0]
@@ -355,7 +355,7 @@ class Classes(Results):
         return image
 
     def summary(self, images: Sequence[dict[str, Any]]) -> str:
-        """Names the classes of one image, or counts those of all frames of a video."""
+        """Names the classes of one image, or counts the classes over all frames of a video."""
         if len(images) == 1:
             return ", ".join(f"{kind['name']} {kind['score']:.2f}" for kind in images[0]["best"])
         first = Counter(image["best"][0]["name"] for image in images)

@@ -26,10 +26,10 @@ def with_slices(
 
     Args:
         predict: predicts whole images.
-        size: side of a slice, pixels; an image no larger is looked at as it is.
-        overlap: of neighbours, part of their side, 0 to below 1.
-        batch: slices at once.
-        agnostic: boxes of other classes count as boxes of one object, too.
+        size: side of a slice in pixels; an image no larger than a slice is not sliced.
+        overlap: overlap of neighbouring slices as a fraction of their side, in [0, 1).
+        batch: number of slices per batch.
+        agnostic: boxes of different classes may belong to the same object.
     """
 
     def see(images: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -56,7 +56,7 @@ def _predict_slices(
             moved_R6[:, 2:] += np.array([left, top, left, top], np.float32)
             right, bottom = left + view.shape[1], top + view.shape[0]
             x1, y1, x2, y2 = moved_R6[:, 2:].T
-            # A side of a slice on the edge of the image cuts nothing.
+            # Where a slice ends at the edge of the image, it cuts no object.
             cut_R = ((left > 0) & (x1 < left + _CUT)) | ((top > 0) & (y1 < top + _CUT))
             cut_R |= ((right < width) & (x2 > right - _CUT)) | (
                 (bottom < height) & (y2 > bottom - _CUT)
@@ -69,7 +69,7 @@ def _predict_slices(
 def _merge(rows_R6: np.ndarray, cut_R: np.ndarray, agnostic: bool) -> np.ndarray:
     """Keeps whole objects, and parts that no whole object of their class covers.
 
-    Args: agnostic: no whole object of any class.
+    Args: agnostic: whole objects of any class cover parts.
     """
     whole_R6 = suppress_rows(rows_R6[~cut_R], _IOU, agnostic)
     parts_R6 = suppress_rows(rows_R6[cut_R], _IOU, agnostic)

@@ -38,10 +38,10 @@ from ppdist.runtime.decoder import (
 from ppdist.storage.files import STORAGE
 
 STDIN = "-"
-LIST_SUFFIX = ".txt"  # of a file with a path or an address a line
+LIST_SUFFIX = ".txt"  # of a file with one path or URL per line
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 KNOWN_SUFFIXES = IMAGE_SUFFIXES + VIDEO_SUFFIXES
-USUAL_RATE = 25.0  # frames a second of a video or camera that does not state its rate
+USUAL_RATE = 25.0  # frames per second of a video or camera that does not state its rate
 _MOST_LOST = 1000  # damaged frames in a row at most; at the end of a video each takes 10 us
 _COMPLETE = 0.9  # a video that ends before this part of its time was cut off
 _LOGGER = logging.getLogger("ppdist")
@@ -65,8 +65,8 @@ class Frame:
 class Source:
     """A source of one picture or many.
 
-    place: a file, an address, the number of a camera, or STDIN.
-    name: relative to the folder that was given; what results call it.
+    place: a file, a URL, the number of a camera, or STDIN.
+    name: its name in results, relative to the folder that the user specified.
     """
 
     place: Path | str | int
@@ -97,9 +97,9 @@ def is_video(place: Path | str | int) -> bool:
 
 
 def is_many(place: Path | str | int) -> bool:
-    """Returns True if a place may hold several pictures: whatever is not one image.
+    """Returns True if a place may contain several pictures, that is, unless it is a single image.
 
-    Raises: DataError: it may not be read.
+    Raises: DataError: there is no permission to read it.
     """
     if isinstance(place, str) and (place == STDIN or place.startswith(_WEB)):
         return is_video(place)
@@ -116,14 +116,14 @@ def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> 
             https: an image, or a video by its suffix; rtsp and its like), number of a camera,
             STDIN for an image on standard input, or a text file with a path or an address a line,
             relative to its folder.
-        leave_out: a folder whose files do not count (where results are written).
-    Raises: DataError: one of them does not exist, may not be read, or holds nothing to look at.
+        leave_out: a folder whose files are ignored (where results are written).
+    Raises: DataError: a source does not exist, cannot be read, or contains no images or videos.
     """
     sources: list[Source] = []
     for word in words:
         with data_errors(word):
             sources += _expand_word(word, leave_out)
-    # The files of one word differ in their paths, so their names are unique already.
+    # The files found for one word have different paths, so their names are unique already.
     if len(words) == 1 and not _is_list(Path(str(words[0]))):
         return sources
     used_names: set[str] = set()
@@ -138,9 +138,9 @@ def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> 
 
 
 def root_of(word: Path | str | int) -> Path | None:
-    """Returns the file or folder that a word is searched from, or None.
+    """Returns the file or folder where the search for a word starts, or None.
 
-    Raises: DataError: it may not be read.
+    Raises: DataError: there is no permission to read it.
     """
     with data_errors(word):
         if _is_pattern(word):
@@ -152,7 +152,7 @@ def root_of(word: Path | str | int) -> Path | None:
 
 @contextmanager
 def data_errors(word: Path | str | int) -> Iterator[None]:
-    """Turns the system's errors into DataError."""
+    """Converts operating system errors to DataError."""
     try:
         yield
     except OSError as error:
@@ -179,7 +179,7 @@ def _expand_word(word: Path | str | int, leave_out: Path | None) -> list[Source]
         return [Source(text, _name_of_address(text))]
     if _is_pattern(word):
         parts = Path(text).parts
-        # Brackets in the name of an existing folder are no pattern.
+        # Brackets in the name of an existing folder are not a pattern.
         plain = _magic_part(parts)
         pattern = os.path.join(*map(glob.escape, parts[:plain]), *parts[plain:])
         matches = sorted(Path(match) for match in glob.glob(pattern, recursive=True))
@@ -200,9 +200,9 @@ def _is_list(path: Path) -> bool:
 
 
 def _expand_list(file: Path, leave_out: Path | None) -> list[Source]:
-    """Finds the sources of a list, a path or an address a line, paths relative to its folder.
+    """Finds the sources in a list file: a URL or a path relative to its folder on each line.
 
-    Raises: DataError: it is empty, or a line is not found; `where` has its number.
+    Raises: DataError: the list is empty, or a line's source is missing; `where` has its number.
     """
     sources: list[Source] = []
     for number, line in enumerate(read_text(file, ignore_issue).splitlines(), start=1):
@@ -222,7 +222,7 @@ def _expand_list(file: Path, leave_out: Path | None) -> list[Source]:
                 where=f"{file}:{number}",
                 fix=error.fix or "correct the line; paths are relative to the list's folder",
             ) from error
-        # A path keeps its folders, so that those of two files with one name differ.
+        # The name keeps the folders of the path, so that files with the same name stay distinct.
         is_one = not is_address and not os.path.isabs(word) and Path(place).is_file()
         sources += [Source(places[0].place, _name_in(word))] if is_one else places
     if not sources:
@@ -231,7 +231,7 @@ def _expand_list(file: Path, leave_out: Path | None) -> list[Source]:
 
 
 def _name_in(word: str) -> str:
-    """Returns the path in a list without what leads out of its folder."""
+    """Returns a path from a list without the parts that lead out of the list's folder."""
     parts = [part for part in Path(os.path.normpath(word)).parts if part != os.pardir]
     return str(Path(*parts))
 
@@ -239,8 +239,8 @@ def _name_in(word: str) -> str:
 def find_sources(source: Path, leave_out: Path | None) -> list[Path]:
     """Finds the images and videos at a path, below a folder in name order.
 
-    Args: leave_out: a folder whose files do not count (where results are written).
-    Raises: DataError: the path does not exist, or there is nothing to look at.
+    Args: leave_out: a folder whose files are ignored (where results are written).
+    Raises: DataError: the path does not exist, or contains no images or videos.
     """
     suffixes = " ".join(sorted(KNOWN_SUFFIXES))
     if source.is_file():
@@ -263,7 +263,7 @@ def find_sources(source: Path, leave_out: Path | None) -> list[Path]:
     files = [
         file
         for file in sorted(source.rglob("*"))
-        # Files that programs keep for themselves: ._a.jpg of macOS, .ipynb_checkpoints/a.jpg.
+        # Files that programs create for internal use: ._a.jpg of macOS, .ipynb_checkpoints/a.jpg.
         if not any(part.startswith(".") for part in file.relative_to(source).parts)
     ]
     if unread := unread_kinds(file.name for file in files):
@@ -352,13 +352,13 @@ def video_frames(
 ) -> Iterator[Frame]:
     """Yields the frames of a video, a stream or a numbered camera.
 
-    Args: report: called once with how many frames of a video are damaged; the others keep their
-        numbers.
-    Raises: DataError: not one frame can be read.
+    Args: report: called once with the number of damaged frames in a video; the other frames keep
+        their numbers.
+    Raises: DataError: no frame can be read.
     """
     capture = cv2.VideoCapture(place if isinstance(place, int) else video_path(place))
     rate = capture.get(cv2.CAP_PROP_FPS) or USUAL_RATE
-    # Only a file has a length: a camera has no end, and a lost stream would be waited for.
+    # Only a file has a length: a camera has no end, and a lost stream would be awaited forever.
     count = int(capture.get(cv2.CAP_PROP_FRAME_COUNT)) if isinstance(place, Path) else 0
     where = name if isinstance(place, int) else str(place)
     decoded, last_decoded, seconds = 0, -1, 0.0
@@ -398,7 +398,7 @@ def predictions(
 def read_source(place: Path | str | int) -> np.ndarray:
     """Reads the image of a file, an address or standard input, uint8 RGB.
 
-    Raises: DataError: it is unavailable, not an image, damaged, or too large.
+    Raises: DataError: the image is unavailable, not an image, damaged, or too large.
     """
     text = str(place)
     if text == STDIN:
@@ -410,7 +410,7 @@ def read_source(place: Path | str | int) -> np.ndarray:
 
 
 def warn_if_dark(image_HW3: np.ndarray, has_16_bits: bool) -> np.ndarray:
-    """Returns the image; warns if it had 16 bits of which few are used."""
+    """Returns the image; warns if it had 16 bits per value, of which few are used."""
     if has_16_bits and is_dark(image_HW3):
         _warn_once(DARK)
     return image_HW3
@@ -422,7 +422,7 @@ _warn_once = functools.cache(_LOGGER.warning)
 def _download(address: str) -> bytes:
     """Downloads the bytes of an image.
 
-    Raises: DataError: the address cannot be read, or holds too much.
+    Raises: DataError: the URL cannot be read, or its content is too large.
     """
     quoted = urllib.parse.quote(address, safe="/:?#[]@!$&'()*+,;=%~")  # blanks, other letters
     request = urllib.request.Request(quoted, headers={"User-Agent": "ppdist"})
@@ -456,7 +456,7 @@ def is_picture(value: Any) -> bool:
 def as_image(image: Any) -> np.ndarray:
     """Converts an image in Python, or the bytes of a file, to uint8 RGB.
 
-    Raises: DataError: none of these, or pixels of another kind.
+    Raises: DataError: it is neither, or its pixels have another type or shape.
     """
     if isinstance(image, Image.Image):
         return warn_if_dark(convert_pillow(image), image.mode.startswith("I"))

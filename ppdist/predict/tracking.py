@@ -18,7 +18,7 @@ _TRACK_SCORE = 0.5  # largest score that a box needs to begin a track; see Track
 
 
 def require_tracker() -> None:
-    """Requires the package `trackers`.
+    """Checks that the package `trackers` is installed.
 
     Raises: ConfigError: it is not installed.
     """
@@ -31,7 +31,7 @@ def require_tracker() -> None:
 
 
 def make_follower(threshold: float) -> Callable[[Frame, Detections], Detections]:
-    """Returns a function that adds `track_ids` to the objects of each video; images stay.
+    """Returns a function that adds `track_ids` to the objects of each video; images are unchanged.
 
     Args: threshold: lowest score of the boxes.
     Raises: ConfigError: the package is not installed.
@@ -54,7 +54,7 @@ class Tracker:
     """A ByteTrack tracker of one video.
 
     Args:
-        rate: frames a second.
+        rate: frames per second.
         threshold: lowest score of the boxes.
     Raises: ConfigError: the package is not installed.
     """
@@ -76,7 +76,7 @@ class Tracker:
     def update(self, detections: Detections) -> Detections:
         """Returns the objects of the next frame, with `track_ids` from 0.
 
-        An object has one from its second frame on; -1: none yet.
+        An object gets its id in its second frame; -1 means that it has none yet.
         """
         detected = detections.to_supervision()
         detected.data["row"] = np.arange(len(detections))

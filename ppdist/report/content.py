@@ -42,8 +42,8 @@ _ERRORS = {
 class Table:
     """A table of columns and rows; the first column names a row.
 
-    A cell is text or a number, None where there is nothing; `bars` is the column whose numbers are
-    drawn as bars, too, as parts of `full`.
+    A cell is text, a number, or None if it is empty; the numbers of the column `bars` are also
+    drawn as bars, as fractions of `full`.
     """
 
     columns: list[str]
@@ -64,7 +64,7 @@ class Scores:
 
 
 def make_scores(evaluation: Mapping[str, Any]) -> Scores:
-    """Makes the tables about an evaluation.
+    """Builds the tables about an evaluation.
 
     Args: evaluation: as `Run.evaluation`.
     """
@@ -99,7 +99,7 @@ def _cell(value: object) -> object:
 
 
 def _confusion_table(evaluation: Mapping[str, Any]) -> Table | None:
-    """Lists the pairs of classes that are confused most often, then what is missed or extra."""
+    """Lists the pairs of classes confused most often, then missed objects and extra detections."""
     confusion = evaluation.get("confusion") or {}
     counts, true_counts, cells = (
         confusion.get(key) or [] for key in ("counts", "true_counts", "cells")
@@ -125,7 +125,7 @@ def _confusion_table(evaluation: Mapping[str, Any]) -> Table | None:
     pairs: list[list[Any]] = []
     for true, predicted, times in mistakes[:_MOST_PAIRS]:
         if times > 0:
-            # Of what is no object there is no share.
+            # Extra detections have no true class, so there is no share.
             part = None if true == background else times / max(1, true_counts[true])
             names = [
                 EXTRA if true == background else labels[true],
@@ -166,7 +166,7 @@ class Tile:
 
 @dataclass
 class Page:
-    """The content of a run's page; what is empty is not shown."""
+    """The content of a run's page; empty parts are not shown."""
 
     run: Run
     status: tuple[str, str]  # a word, and a sentence
@@ -178,7 +178,7 @@ class Page:
 
 
 def show(run: Run) -> Page:
-    """Makes everything that the page of a run shows."""
+    """Builds the content of a run's page."""
     page = Page(run, describe_status(run), judge_if_ended(run), list(_tiles(run)))
     page.slow_ranks = slow_ranks(run)
     page.events = list(_list_events(run))
@@ -294,7 +294,7 @@ def slow_ranks(run: Run) -> str:
     if len(ranks_K) < 2:
         return ""
     seconds_RK = seconds_RW[:, ranks_K]
-    # The lower median: of two ranks the faster one.
+    # The lower median: with two ranks, the faster rank.
     median_R1 = np.quantile(seconds_RK, 0.5, axis=1, keepdims=True, method="lower")
     usual_K = np.median(seconds_RK / np.maximum(median_R1, 1e-12), axis=0).tolist()
     slow = sorted(

@@ -30,7 +30,7 @@ _MOST_PICTURE_BYTES = 1_500_000  # largest picture that is embedded unchanged
 _MOST_FILE_BYTES = 100_000_000  # largest file that is opened at all
 _MOST_PICTURE_PIXELS = 64_000_000
 _LARGEST_SIDE = 1600
-# Pictures of the engine and ppdist/viz: place in the page -> pattern in plots/ -> caption.
+# Pictures of the engine and ppdist/viz: position in the page -> pattern in plots/ -> caption.
 _PICTURES = {
     "train": {
         "train_batch_[0-9].jpg": "a training batch, as the network sees it",
@@ -98,10 +98,10 @@ def _embed_pictures(run: Run, place: str) -> list[Embedded]:
 
 
 def _data_url(path: Path) -> Markup:
-    """Makes a data URL of a picture, shrunk if it is large.
+    """Builds a data URL from a picture, shrunk if it is large.
 
-    Raises: OSError, ValueError, SyntaxError, DecompressionBombError: not a JPEG or PNG, or one of
-        absurd size.
+    Raises: OSError, ValueError, SyntaxError, DecompressionBombError: it is not a JPEG or PNG, or it
+        is absurdly large.
     """
     if not path.is_file():  # a pipe would never end
         raise ValueError("not a file")
@@ -115,7 +115,7 @@ def _data_url(path: Path) -> Markup:
         if width * height > _MOST_PICTURE_PIXELS:
             raise ValueError(f"it has {width} x {height} pixels")
         if size > _MOST_PICTURE_BYTES:
-            # The page holds all pictures itself; large ones would make it too slow to open.
+            # The page embeds all pictures; large pictures would make it too slow to open.
             image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
             smaller = io.BytesIO()
             image.convert("RGB").save(smaller, "JPEG", quality=85)
@@ -167,7 +167,7 @@ def _digest(text: str) -> str:
 def number(value: object) -> str:
     """Formats a table cell.
 
-    Floats get three places, large numbers separators, None a dash.
+    Floats get three decimal places, large numbers get separators, None becomes a dash.
     """
     if value is None:
         return "–"

@@ -35,11 +35,11 @@ def training_pictures(
     `data.sampling: difficulty`, those before the first evaluation.
 
     Args:
-        sizes: (height, width) of the inputs, one drawn each step.
-        epochs: of the whole run.
+        sizes: (height, width) of the inputs, one chosen at random at each step.
+        epochs: number of epochs of the whole run.
         epoch: counted from 0.
     Returns: images, uint8 RGB [H, W, 3].
-    Raises: DataError: as training would.
+    Raises: DataError: under the same conditions as in training.
     """
     require_outlines(dataset, config.augment)
     sampler = TrainSampler(
@@ -73,8 +73,8 @@ def evaluation_pictures(
     """Draws the first `count` evaluation inputs of a split with their boxes.
 
     Args:
-        image_size: (height, width) of the input, or the largest.
-        shape_multiple, shape_pad: of rectangular inputs; None: all inputs have `image_size`.
+        image_size: (height, width) of the input, or of the largest input.
+        shape_multiple, shape_pad: for rectangular inputs; None if all inputs have `image_size`.
     Returns: images, uint8 RGB [H, W, 3].
     """
     loader = EvalLoader(

@@ -18,7 +18,7 @@ from ppdist.common.errors import UserError
 from ppdist.common.files import write_whole
 
 Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
-# Colours that stay apart with any common colour blindness: Okabe & Ito 2008, "Color Universal
+# Colours distinguishable with any common colour blindness: Okabe & Ito 2008, "Color Universal
 # Design", https://jfly.uni-koeln.de/color/, black replaced by a mid grey.
 ORANGE, SKY_BLUE, GREEN, YELLOW = (230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66)
 BLUE, VERMILION, PURPLE, GREY = (0, 114, 178), (213, 94, 0), (204, 121, 167), (153, 153, 153)
@@ -55,7 +55,7 @@ def draw_boxes(
 ) -> np.ndarray:
     """Draws labelled boxes on a copy of the image, coloured by class.
 
-    The highest score is on top.  A class name with letters that no font here has is shown as
+    The highest score is on top.  A class name with letters that no installed font has is shown as
     `#index`.  See `draw_labelled`.
 
     Args:
@@ -63,7 +63,7 @@ def draw_boxes(
         boxes_N4: xyxy in pixels of this image.
         labels_N: class indices in [0, C).
         class_names: C names.
-        scores_N: in [0, 1], written behind the name; None writes the name alone.
+        scores_N: in [0, 1], written after the name; None writes the name alone.
     """
     order = np.arange(len(boxes_N4)) if scores_N is None else np.argsort(scores_N, kind="stable")
     labels = np.asarray(labels_N)[order].astype(int).tolist()
@@ -76,10 +76,10 @@ def draw_boxes(
 def draw_labelled(
     image_HW3: np.ndarray, boxes_N4: np.ndarray, texts: Sequence[str], colours: Sequence[Colour]
 ) -> np.ndarray:
-    """Draws boxes on a copy of the image, each with its label above it, at the edge within it.
+    """Draws boxes on a copy of the image, with labels above them, or inside at the edge.
 
-    An image of fewer than 480 pixels across and down is enlarged by a whole factor.  A box that is
-    not finite is left out; parts outside the image are cut off.
+    An image smaller than 480 pixels in both dimensions is enlarged by an integer factor.  A box
+    that is not finite is left out; parts outside the image are cut off.
 
     Args:
         image_HW3: uint8 RGB; not changed.
@@ -110,7 +110,7 @@ def draw_labelled(
 
 
 def _enlarge(image_HW3: np.ndarray) -> tuple[np.ndarray, int]:
-    """Copies an image, large enough to read text on it; returns the copy and its zoom factor."""
+    """Copies an image, enlarged so that text is legible; returns the copy and its zoom factor."""
     zoom = max(1, math.ceil(_LEAST_PIXELS / max(image_HW3.shape[:2])))
     image_HW3 = np.ascontiguousarray(image_HW3)
     if zoom == 1:
@@ -126,7 +126,7 @@ def draw_classes(
     class_names: tuple[str, ...],
     scores_K: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Writes image-level classes in the corner of a copy, below each other.
+    """Writes image-level classes in the corner of a copy of the image, one below the other.
 
     Lines that do not fit are left out.  For names see `draw_boxes`, for the size `draw_labelled`.
 
@@ -134,7 +134,7 @@ def draw_classes(
         image_HW3: uint8 RGB; not changed.
         labels_K: class indices in [0, C), the highest score first.
         class_names: C names.
-        scores_K: in [0, 1], written behind the names; None writes the names alone.
+        scores_K: in [0, 1], written after the names; None writes the names alone.
 
     Returns: uint8 RGB [zoom * H, zoom * W, 3].
     """
@@ -164,7 +164,7 @@ def caption(image_HW3: np.ndarray, text: str) -> np.ndarray:
 
 
 def side_by_side(left_HW3: np.ndarray, right_HW3: np.ndarray) -> np.ndarray:
-    """Joins two uint8 RGB images of equal height by a white bar.
+    """Joins two uint8 RGB images of equal height with a white bar between them.
 
     Returns: [H, W1 + 4 + W2, 3].
     """
@@ -175,9 +175,9 @@ def side_by_side(left_HW3: np.ndarray, right_HW3: np.ndarray) -> np.ndarray:
 def grid(pictures: Sequence[np.ndarray], across: int | None = None) -> np.ndarray:
     """Arranges pictures in rows with white between them; uint8 RGB.
 
-    Pictures keep their size; the fields are as large as the largest picture.
+    Pictures keep their size; the cells are as large as the largest picture.
 
-    Args: across: pictures in a row; None: about as many as there are rows.
+    Args: across: pictures per row; None for about as many as there are rows.
     """
     across = across or math.ceil(math.sqrt(len(pictures)))
     down = math.ceil(len(pictures) / across)
@@ -227,7 +227,7 @@ def _text_scale(canvas: np.ndarray) -> float:
 
 
 def _plate_size(canvas: np.ndarray, text: str) -> tuple[int, int]:
-    """Computes the width and height of the coloured ground of a text."""
+    """Computes the width and height of the coloured background of a text."""
     width, height, below = text_size(text, _text_scale(canvas))
     return width + 2 * _PADDING, height + below + _PADDING
 
@@ -341,7 +341,7 @@ def _has_letters(file: Path, text: str) -> bool:
 
 @cache
 def installed_fonts(names: tuple[str, ...]) -> tuple[Path, ...]:
-    """Finds those of these font files that are among the system fonts."""
+    """Finds which of these font files are installed on the system."""
     files = []
     for name in names:
         with suppress(OSError):

@@ -30,7 +30,8 @@ def write_graph(program: Path, folder: Path) -> Path:
     Args:
         program: model.json of an export.
         folder: where VisualDL looks (`--logdir`).
-    Raises: OSError: cannot read the program or write the page.  KeyError: not such a program.
+    Raises: OSError: the program cannot be read, or the page cannot be written.  KeyError: the file
+        is not such a program.
     """
     graph = build_graph(json.loads(program.read_bytes()))
     replace_file(folder / _FILE, json.dumps(graph).encode())
@@ -55,7 +56,7 @@ def build_graph(program: dict[str, Any]) -> dict[str, Any]:
         if kind in _PASS_THROUGH:
             variables_of |= {value["%"]: inputs for value in outputs}
             continue
-        # Operations without inputs compute constants, which the page need not show.
+        # Operations without inputs compute constants, which the page does not need to show.
         if not inputs and kind not in ("p", "data"):
             continue
         attributes = {
@@ -100,7 +101,7 @@ def build_graph(program: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_node(name: str, kind: str = "") -> dict[str, Any]:
-    """Makes an empty node; its default kind is its name without a number."""
+    """Creates an empty node; its default kind is its name without a number."""
     if not kind:
         stem, _, number = name.rpartition("/")[2].rpartition("_")
         kind = stem if number.isdecimal() else name.rpartition("/")[2]
@@ -119,9 +120,9 @@ def _make_node(name: str, kind: str = "") -> dict[str, Any]:
 
 
 def _make_variable(name: str, kind: dict[str, Any] | None, *, parameter: bool) -> dict[str, Any]:
-    """Makes a variable.
+    """Creates a variable.
 
-    Args: kind: type and shape of a tensor; None: not a tensor.
+    Args: kind: type and shape of a tensor; None if it is not a tensor.
     """
     dtype, shape = "", []
     if kind is not None and kind["#"].endswith("t_dtensor"):
@@ -137,7 +138,7 @@ def _make_variable(name: str, kind: dict[str, Any] | None, *, parameter: bool) -
 
 
 def _plain(attribute: dict[str, Any]) -> Any:
-    """Returns the value of an attribute, lists converted recursively."""
+    """Returns the value of an attribute, with lists converted recursively."""
     if attribute["#"].endswith("a_array"):
         return [_plain(entry) for entry in attribute["D"]]
     return attribute.get("D")
@@ -158,7 +159,7 @@ def _put_into_layers(name: str, nodes: dict[str, dict[str, Any]]) -> None:
 def _join_layers(nodes: dict[str, dict[str, Any]], variables: dict[str, dict[str, Any]]) -> None:
     """Sets the inputs and outputs of each layer.
 
-    Inputs are variables made outside and used inside; outputs the reverse.
+    Inputs are variables created outside and used inside the layer; outputs are the reverse.
     """
     for name, layer in nodes.items():
         if layer["is_leaf_node"]:

@@ -69,7 +69,7 @@ _MOST_LETTERS = 40  # of a class name in a plot
 def save(path: Path, figure: Figure) -> None:
     """Writes a figure as a PNG file.
 
-    Raises: UserError: the system refused.
+    Raises: UserError: the file cannot be written.
     """
     write_whole(path, png(figure))
 
@@ -110,7 +110,7 @@ def _in_fonts(text: str) -> bool:
 
 
 def show_verbatim(*texts: Text) -> None:
-    """Shows class names verbatim: `$` starts no mathematics, and any font may serve."""
+    """Shows class names verbatim: `$` does not start a formula, and any font may be used."""
     for text in texts:
         text.set_parse_math(False)
         text.set_fontfamily(fonts())
@@ -135,13 +135,13 @@ def panels(
     grid: bool = True,
     layout: Literal["constrained"] | None = "constrained",
 ) -> tuple[Figure, list[Axes]]:
-    """Makes a new figure; returns it, and its axes row by row.
+    """Creates a figure; returns it, and its axes row by row.
 
     Args:
-        across: axes in a row, at most.
-        width, height: of one of the axes, in inches; besides: height of the title, in inches.
-        xlabel: of all axes.
-        title: of the figure, verbatim.
+        across: maximum number of axes per row.
+        width, height: size of each of the axes, in inches; besides: height of the title, in inches.
+        xlabel: label of the x axis of all axes.
+        title: title of the figure, shown verbatim.
     """
     across = min(count, across)
     down = -(-count // across)
@@ -166,9 +166,11 @@ _CURVE_NAME_LETTERS = 24  # letters
 
 
 def pr_curve(evaluation: Mapping[str, Any]) -> Figure | None:
-    """Draws precision over recall: a curve per class, of very many the weakest, and a thick mean.
+    """Draws precision over recall: a thin curve for each class, and a thick curve for the mean.
 
-    Returns: None: there are no such curves.
+    Of very many classes, only the weakest are named.
+
+    Returns: the figure; None if there are no such curves.
     """
     curves, metrics = evaluation.get("curves") or {}, evaluation.get("metrics") or {}
     if not curves.get("precision_CR"):
@@ -183,7 +185,7 @@ def pr_curve(evaluation: Mapping[str, Any]) -> Figure | None:
     styles = [curves["curve_classes"][index] for index in indices]
     if len(indices) > _MOST_NAMED_CURVES:
         axes.plot(recall_R, precision_CR[measured_C].T, color="0.7", linewidth=0.6, alpha=0.7)
-        # One entry of the legend stands for all the grey lines.
+        # A single legend entry represents all grey lines.
         axes.plot([], [], color="0.7", label=f"{len(indices)} classes; the weakest:")
         label_C, rows = curves["curve_classes"], evaluation["per_class"]
         indices.sort(key=lambda index: rows[label_C[index]].get("AP50") or 0.0)
@@ -230,8 +232,8 @@ def mosaic(
     Args:
         entries: `worst` or `best` of evaluation.json.
         folders: the folders of the files.  Other files are not shown: evaluation.json may come from
-            a stranger.
-    Returns: uint8 RGB; None: no image is readable.
+            an untrusted source.
+    Returns: uint8 RGB; None if no image is readable.
     """
     tiles = [_draw_tile(entry, class_names, folders) for entry in entries[:_MOST_EXAMPLES]]
     shown_tiles = [tile for tile in tiles if tile is not None]
@@ -256,7 +258,8 @@ def _draw_tile(
     image_HW3 = cv2.resize(
         image_HW3, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
     )
-    # The surest come first; an untrained model has hundreds, which would hide the image.
+    # The highest scores come first; an untrained model has hundreds of wrong boxes, which would
+    # hide the image.
     wrong = [row for row in entry.get("predicted") or () if row[-1] != "correct"]
     labelled_boxes = [
         (box_4, readable(str(class_names[label]), label), _FOUND if was_found else _MISSED)
@@ -295,7 +298,7 @@ def _read_within(file: str, folders: Sequence[Path]) -> np.ndarray | None:
 
 # The course of a run.
 
-# Panels of scores that belong together; the scores that the run has are drawn.
+# Panels of scores that belong together; only the scores that the run has are drawn.
 _SCORES = {
     "mean average precision": ("mAP", "mAP50", "mAP75"),
     "mAP by size of the objects": ("mAP_small", "mAP_medium", "mAP_large"),
@@ -316,7 +319,7 @@ _FEW = 60  # up to this many points are drawn raw; beyond that a running mean is
 
 
 def column(records: Sequence[Numbers], name: str) -> np.ndarray:
-    """Returns a number of all records, float64 [R]; NaN where a record has no such number."""
+    """Returns the values of a key in all records, float64 [R]; NaN where a record lacks it."""
     return np.array([record.get(name, np.nan) for record in records], np.float64)
 
 
@@ -382,7 +385,7 @@ def results(run: Run, title: str) -> Figure | None:
         axes.set_ylim(0, 1 if highest > _LOW or not highest else 1.2 * highest)
         axes.set_title(what)
         legend(axes, **_BELOW)
-    # Constrained layout finds about these margins, and takes as long as all else together.
+    # Constrained layout would find about the same margins, but take as long as everything else.
     width, height = figure.get_size_inches()
     figure.subplots_adjust(
         left=0.6 / width, right=1 - 0.15 / width, wspace=0.2,
@@ -394,7 +397,7 @@ def results(run: Run, title: str) -> Figure | None:
 def _curve(
     axes: Axes, x_R: np.ndarray, y_R: np.ndarray, label: str, colour: str = COLOURS[0]
 ) -> None:
-    """Draws a curve; a long one is faint below its running mean."""
+    """Draws a curve; a long curve is drawn faintly, with its running mean on top."""
     if len(y_R) <= _FEW:
         axes.plot(x_R, y_R, color=colour, marker=".", markersize=3, label=label)
         return
@@ -412,7 +415,7 @@ def _smooth(value_R: np.ndarray, reach: int) -> np.ndarray:
 
 
 def _scale_axis(axes: Axes, values: Sequence[np.ndarray]) -> None:
-    """Chooses a logarithmic axis if values lie far apart, else one from 0."""
+    """Chooses a logarithmic axis if values lie far apart, otherwise an axis that starts at 0."""
     finite = np.concatenate(values)
     finite = finite[np.isfinite(finite)]
     if not len(finite):
@@ -439,10 +442,10 @@ _OTHERS = "(others)"
 def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
     """Draws the confusion matrices in percent of the true objects and in counts.
 
-    A row sums to the objects of its class: the diagonal is the recall, then come other classes,
-    those that are not drawn, and what is missed.  Detections that are extra have a row in counts.
+    A row sums to the objects of its class: the diagonal is the recall, followed by other classes,
+    classes that are not drawn, and missed objects.  Extra detections have a row in counts.
 
-    Returns: None: there is no confusion, or no object and no detection in it.
+    Returns: the figure; None if there is no confusion matrix, or no object and no detection in it.
     """
     table = evaluation.get("confusion")
     size = len(table.get("counts") or table["true_counts"]) if table else 0
@@ -499,10 +502,10 @@ def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
 
 
 def _drawn_classes(cells_K3: np.ndarray, classes: int) -> np.ndarray:
-    """Chooses the classes of a confusion matrix that are drawn: of very many the most confused.
+    """Chooses the classes of a confusion matrix to draw: of very many, the most confused.
 
-    First those that are taken for other classes or these for them, then those with most that is
-    missed or extra, then those with objects.
+    First the classes confused with other classes, in either direction, then those with the most
+    missed objects or extra detections, then those with objects.
     """
     if classes <= _MOST_ROWS:
         return np.arange(classes)
@@ -528,9 +531,9 @@ def _draw_matrix(
     classes: int,
     norm: Normalize,
 ) -> None:
-    """Draws a matrix: fields below a half stay white, others show a number.
+    """Draws a matrix: cells below 0.5 stay white, others show a number.
 
-    Args: down, across: names of its rows and columns; a line parts the first `classes` of them.
+    Args: down, across: names of its rows and columns; a line separates the first `classes` of them.
     """
     axes.imshow(np.ma.masked_less(value, 0.5), cmap=MAP, norm=norm, interpolation="nearest")
     axes.set(xlabel="predicted", ylabel="true", anchor="N")
@@ -552,7 +555,7 @@ def _draw_matrix(
 
 
 def _short(value: float) -> str:
-    """Formats a number with three characters at most: 7, 42, 650, 3k, 20k."""
+    """Formats a number with at most three characters: 7, 42, 650, 3k, 20k."""
     if value < 999.5:
         return f"{max(1.0, value):.0f}"
     return f"{value / 1e3:.0f}k" if value < 999.5e3 else f"{value / 1e6:.0f}M"
@@ -574,8 +577,8 @@ def plot_classes(
 
     Args:
         splits: name of each split -> its objects; two at most, of the same classes.
-        boxes: False for classified images.
-    Raises: UserError: it cannot be written.
+        boxes: whether the objects are boxes; False for classified images.
+    Raises: UserError: the file cannot be written.
     """
     make_folder(path.parent)
     save(path, _draw_classes(splits, class_names, boxes))
@@ -628,7 +631,7 @@ def _draw_classes(splits: Mapping[str, Objects], class_names: Sequence[str], box
 def _scale_count_axis(axis: XAxis, series: Mapping[str, np.ndarray]) -> None:
     """Scales a count axis from 0, logarithmic if values lie far apart.
 
-    An eighth stays free for annotations.
+    An eighth of the axis is left free for annotations.
     """
     counts = np.concatenate(list(series.values()))
     highest, name = max(1, counts.max()), axis.axis_name

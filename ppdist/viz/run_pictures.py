@@ -45,8 +45,8 @@ class BatchPictures:
         Args:
             folder: gets train_batch_0.jpg, ...; train_batch_epoch_E_0.jpg, ... for batches from
                 epoch E on, if augmentation changes there.
-            config: of the samples that are drawn.
-            epochs: of the whole run.
+            config: the configuration of the samples that are drawn.
+            epochs: number of epochs of the whole run.
             put: writes a file, see `RunLog.put`.
         """
         self._folder, self._put = folder, put
@@ -59,7 +59,7 @@ class BatchPictures:
         self._started_at: int | None = None  # step at which this process started
 
     def watching(self, batches: Iterator[Batch], plan: TrainSampler) -> Iterator[Batch]:
-        """Passes the batches of a plan on, and draws some of them."""
+        """Yields the batches of a plan unchanged, and draws some of them."""
         if self._started_at is None:
             self._started_at = plan.start_step
         for step in range(plan.start_step, plan.end_step):
@@ -98,19 +98,19 @@ class EvaluationPictures:
     """
 
     def __init__(self, class_names: tuple[str, ...], max_images: int) -> None:
-        """Begins without pictures.
+        """Starts without pictures.
 
-        Args: max_images: images of this rank to draw.
+        Args: max_images: number of images of this rank to draw.
         """
         self.drawn: list[np.ndarray] = []
         self._class_names, self._max_images = class_names, max_images
 
     def begin(self) -> None:
-        """Drops the pictures of the evaluation before."""
+        """Drops the pictures of the previous evaluation."""
         self.drawn = []
 
     def add(self, batch: Batch, results: Any) -> None:
-        """Draws images of a batch until there are enough.
+        """Draws images of a batch until `max_images` are drawn.
 
         Args: results: see `ppdist.engine.evaluator.Observer`.
         """
@@ -140,12 +140,12 @@ def draw_detections(
     class_names: tuple[str, ...],
     limit: int,
 ) -> list[np.ndarray]:
-    """Draws images of a batch: ground truth left, predictions right.
+    """Draws images of a batch: ground truth on the left, predictions on the right.
 
     Args:
         rows_R6, count_B: result of `ppdist.engine.evaluator.detect` for it; predictions whose score
             is below 0.3 are not drawn.
-        limit: number of images at most; padding is left out.
+        limit: maximum number of images; padding is left out.
     Returns: pictures, uint8 RGB [H, 2W + 4, 3], at input size.
     """
     pictures = list[np.ndarray]()
@@ -170,11 +170,11 @@ def draw_detections(
 def draw_ranking(
     batch: Batch, ranking: Ranking, class_names: tuple[str, ...], limit: int
 ) -> list[np.ndarray]:
-    """Draws images of a batch: true class left, the surest classes right.
+    """Draws images of a batch: true class on the left, most probable classes on the right.
 
     Args:
-        ranking: of the images that are not padding.
-        limit: number of images at most.
+        ranking: the ranking of the images that are not padding.
+        limit: maximum number of images.
     Returns: pictures, uint8 RGB [H, 2W + 4, 3], at input size.
     """
     real_B = batch.image_index_B.numpy() >= 0

@@ -43,14 +43,14 @@ def draw_run(
 ) -> list[Path]:
     """Draws metrics.jsonl and evaluation.json of a folder into its folder `plots`.
 
-    A failure costs a warning and the picture; nothing is raised.  A picture with nothing to show (a
-    run without evaluation, a classifier without boxes) is not made.
+    If a picture fails, it is omitted with a warning; nothing is raised.  A picture with nothing to
+    show (a run without evaluation, a classifier without boxes) is not drawn.
 
     Args:
-        image_folders: only images in them are shown; None: the folders of the set in the
-            configuration in output_dir.
-        tell: called before each picture with the number of pictures done.
-        files: those to draw.
+        image_folders: only images in these folders are shown; None for the folders of the set in
+            the configuration in output_dir.
+        tell: called before each picture with the number of pictures done, and their total number.
+        files: which of the two files to draw.
     Returns: the files that were written.
     """
     folder, written = output_dir / "plots", list[Path]()
@@ -106,7 +106,7 @@ def _pictures(
 
 
 def validation_folders(config: Mapping[str, Any]) -> list[Path]:
-    """Returns the folders of the validation images by a configuration.
+    """Returns the folders of the validation images according to a configuration.
 
     Args: config: flat, as `Run.config`.
     """
@@ -124,10 +124,10 @@ def draw_labels(
 ) -> list[Path]:
     """Draws object statistics of a run's datasets into its folder `plots`.
 
-    A failure costs a warning and the picture; nothing is raised.
+    If the picture fails, it is omitted with a warning; nothing is raised.
 
     Args:
-        sets: by the name of the split; two at most.
+        sets: name of the split -> its data set; at most two.
         image_size: (height, width) of the input in pixels.
     """
     folder = output_dir / "plots"
