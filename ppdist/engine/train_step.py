@@ -86,7 +86,7 @@ class TrainStep:
     def __call__(
         self, batches: Iterable[Batch], step: int, rates: LearningRates, clock: Clock
     ) -> StepResult:
-        """Runs optimizer step `step` (from 0) on this rank's micro-batches.  Collective."""
+        """Makes optimizer step `step` (from 0) of this rank's micro-batches.  Collective."""
         self._gradients.drop()
         for policy in self.policies:
             policy.before_step(step, self.exchange.synchronised(step - 1))  # collective: EMA
