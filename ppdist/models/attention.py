@@ -12,17 +12,17 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-HEADS = 8  # of every attention in this family
+HEADS = 8  # number of heads of every attention layer in this family
 OFFSET_SCALE = 0.5  # a point one unit away lies half a box from the centre
-HIDDEN = -1e9  # added to the logits of what a query may not see
+HIDDEN = -1e9  # added to the logits of keys that a query may not attend to
 
 
 class MultiHeadAttention(nn.Layer):
-    """Self-attention; a position is added to queries and keys, not to values.
+    """Self-attention; position embeddings are added to queries and keys, not to values.
 
         softmax((x + p) Wq ((x + p) Wk)^T / sqrt(d) + bias) x Wv, for each head, then Wo
 
-    The three projections are one matrix [D, 3 D], as torch keeps them.
+    The three projections are stored as one matrix [D, 3 D], as in torch.
     """
 
     def __init__(self, width: int) -> None:
@@ -40,7 +40,7 @@ class MultiHeadAttention(nn.Layer):
     ) -> Tensor:
         """Returns the attended tokens [B, N, D].
 
-        Args: bias_BHNN: added to the logits, 0 or `HIDDEN`.
+        Args: bias_BHNN: bias added to the logits; its entries are 0 or `HIDDEN`.
         """
         weight, bias, split = self.in_proj.weight, self.in_proj.bias, 2 * self.width
         positioned_BND = x_BND + position_BND
@@ -84,7 +84,7 @@ def _heads(x_BND: Tensor) -> Tensor:
 
 
 def length_of(x: Tensor, axis: int) -> int | Tensor:
-    """Returns the size of an axis; where a graph leaves it free, a 0-D int64 tensor."""
+    """Returns the size of an axis; for an axis that is dynamic in a graph, a 0-D int64 tensor."""
     size = x.shape[axis]
     return size if size >= 0 else paddle.shape(x)[axis].astype("int64")
 
@@ -92,7 +92,7 @@ def length_of(x: Tensor, axis: int) -> int | Tensor:
 class Memory(NamedTuple):
     """Feature maps of several levels as one sequence of cells.
 
-    cells_BLD: L runs over the levels, fine to coarse, and in a level row by row.
+    cells_BLD: L runs over the levels, fine to coarse, and row by row within a level.
     size_P2: width and height of the map in which each of the P points lies.
     start_P: index of the first cell of that map.
     """
@@ -105,13 +105,13 @@ class Memory(NamedTuple):
     def of(cls, features: list[Tensor], points: tuple[int, ...]) -> "Memory":
         """Builds the sequence of cells of feature maps.
 
-        Args: features: [B, D, H, W], fine to coarse.  points: number of points sampled in each.
+        Args: features: [B, D, H, W], fine to coarse.  points: number of points sampled in each map.
         """
         cells_BLD = paddle.concat([x.flatten(2) for x in features], axis=2).transpose([0, 2, 1])
         if paddle.in_dynamic_mode():
             sizes = tuple((int(x.shape[3]), int(x.shape[2])) for x in features)
             return cls(cells_BLD, *_fixed_grid(sizes, points, str(features[0].place)))
-        # In a graph the sizes are only known when it runs.
+        # In a static graph, the sizes are known only at run time.
         start, rows = paddle.zeros([1], dtype="float32"), []
         for x, count in zip(features, points):
             shape = paddle.shape(x).astype("float32")
@@ -138,18 +138,18 @@ def sample(memory: Memory, places_BQHP2: Tensor, weights_BQHP: Tensor) -> Tensor
     """Samples feature maps bilinearly and sums the weighted samples of each query.
 
     Outside a map the value is 0.  The four cells around every point are gathered at once: on a CPU
-    this takes half the time of grid_sample, forward and backward, and in ONNX it needs nothing but
-    Gather and MatMul, with any number of points per level.
+    this takes half the time of grid_sample, forward and backward, and in ONNX it needs only Gather
+    and MatMul, for any number of points per level.
 
     Args:
-        places_BQHP2: x, y in 0..1 of the input; they get a gradient, too.
-        weights_BQHP: weights of the points.
-    Returns: [B, Q, D]; head h gives the channels from h * D / H.
+        places_BQHP2: x, y of the points, as fractions (0..1) of the input size; differentiable.
+        weights_BQHP: weight of each point.
+    Returns: [B, Q, D]; the channels of head h begin at h * D / H.
     """
     queries, (heads, points) = length_of(places_BQHP2, 1), places_BQHP2.shape[2:4]
     place_XP2 = places_BQHP2.reshape([-1, points, 2]) * memory.size_P2  # X = B * Q * H
-    # x and y as separate tensors: on a CPU, Paddle broadcasts an inner axis of 2 twenty times as
-    # slowly.
+    # x and y are separate tensors: on a CPU, Paddle broadcasts an inner axis of size 2 twenty times
+    # as slowly.
     (left, right), (above, below) = (
         _neighbours(place_XP, size_P)
         for place_XP, size_P in zip(place_XP2.unbind(-1), memory.size_P2.unbind(-1))
@@ -175,7 +175,7 @@ def sample(memory: Memory, places_BQHP2: Tensor, weights_BQHP: Tensor) -> Tensor
     values = memory.cells_BLD.reshape([-1, width // heads])
     if paddle.in_dynamic_mode():  # here `embedding` takes half the time of `gather` backward
         gathered_XKD = F.embedding(rows_XK, values)
-    else:  # `embedding` needs a table of known length, which a graph does not have
+    else:  # `embedding` needs a table of known length, which a static graph does not have
         gathered_XKD = paddle.gather(values, rows_XK.flatten())
         gathered_XKD = gathered_XKD.reshape([-1, 4 * points, width // heads])
     summed_X1D = paddle.matmul(share_XK.unsqueeze(1), gathered_XKD)
@@ -183,14 +183,15 @@ def sample(memory: Memory, places_BQHP2: Tensor, weights_BQHP: Tensor) -> Tensor
 
 
 def _neighbours(place_XP: Tensor, size_P: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Returns the cells at or before a place and after it along one axis, with their shares."""
+    """Returns the cells on both sides of a position along one axis, with their weights."""
     # The floor of a temporary: Paddle 3.3's oneDNN predictor writes the result over its argument.
     before_XP = paddle.floor(place_XP - 0.5)  # its gradient is 0
     fraction_XP = place_XP - (before_XP + 0.5)
     pairs = []
     for cell_XP, share_XP in ((before_XP, 1 - fraction_XP), (before_XP + 1, fraction_XP)):
         inside_XP = (cell_XP >= 0) & (cell_XP < size_P)
-        # Outside, and where a diverged model has NaN, it is cell 0 with share 0, or NaN.
+        # Outside the map, the result is cell 0 with weight 0; if a diverged model yields NaN,
+        # weight NaN.
         cell_XP = paddle.where(inside_XP, cell_XP, paddle.zeros_like(cell_XP))
         pairs.append((cell_XP, share_XP * inside_XP.astype("float32")))
     return pairs
@@ -210,7 +211,7 @@ class MSDeformableAttention(nn.Layer):
 
         Args:
             points: number of points in each level, fine to coarse.
-            projected: a linear layer before and one after the sampling; D-FINE has neither.
+            projected: whether linear layers precede and follow the sampling; D-FINE has neither.
         """
         super().__init__()
         total = sum(points)
@@ -235,9 +236,9 @@ class MSDeformableAttention(nn.Layer):
         )
 
     def forward(self, query_BQD: Tensor, boxes_BQ4: Tensor, memory: Memory) -> Tensor:
-        """Returns what the queries see, [B, Q, D].
+        """Returns the attended features of each query, [B, Q, D].
 
-        Args: boxes_BQ4: cx, cy, w, h in 0..1 of the input.
+        Args: boxes_BQ4: cx, cy, w, h as fractions (0..1) of the input size.
         """
         shape = [0, 0, HEADS, self.points]
         offsets_BQX = self.sampling_offsets(query_BQD).astype("float32")

@@ -1,4 +1,4 @@
-"""Backbones: normalised images to features of several levels.
+"""Backbones, which compute features of several levels from normalised images.
 
 A level is named by the power of two of its stride: level 3 (P3) has stride 8.
 
@@ -34,7 +34,7 @@ class Stem(nn.Layer):
 
 
 class CSPResStage(nn.Layer):
-    """Stage that halves the resolution; half the channels pass RepBlocks; channel attention."""
+    """Stage that halves the resolution: RepBlocks on half the channels, then channel attention."""
 
     def __init__(self, in_channels: int, out_channels: int, blocks: int, scaled: bool) -> None:
         super().__init__()
@@ -59,13 +59,13 @@ class CSPRepResNet(Backbone):
     Args:
         depth, width: blocks per stage and channels as multiples of size l.
         first, last: levels of the finest and the coarsest feature.
-        scaled: a learned scale on the 1x1 branches (PP-YOLOE+).
+        scaled: whether the 1x1 branches have a learned scale (PP-YOLOE+).
     """
 
     finest, coarsest = 2, (5, 6)
-    # Channels at width 1, by the last level: of the stem, P2 and up.  The original has no level 6:
-    # here the widest stage moves up, as in other detectors for large images, and the neck keeps 3/4
-    # of its channels.
+    # Channels of the stem and of P2 and up at width 1, by the last level. The original has no level
+    # 6: here the widest stage moves up, as in other detectors for large images, and the neck keeps
+    # 3/4 of its channels.
     STAGE_CHANNELS: ClassVar = {5: (64, 128, 256, 512, 1024), 6: (64, 128, 256, 512, 768, 1024)}
     STAGE_BLOCKS = (3, 6, 6, 3, 3)  # P2 ... P6, at depth 1
 
@@ -100,7 +100,7 @@ class CSPDarknet(Backbone):
     Args:
         depth, width: blocks per stage and channels as multiples of size l.
         first, last: levels of the finest and the coarsest feature.
-        pooling: the last feature passes SPPF (detectors).
+        pooling: whether SPPF is applied to the last feature (detectors).
     """
 
     finest, coarsest = 3, (5, 6)
@@ -115,8 +115,9 @@ class CSPDarknet(Backbone):
         super().__init__()
         channels = [math.ceil(c * width / 8) * 8 for c in self.STAGE_CHANNELS[last]]
         blocks = [scaled_repeats(n, depth) for n in self.STAGE_BLOCKS[last]]
-        # Layers are registered in the order in which they run: data parallel training sends
-        # gradients in buckets of neighbours, and only then is a bucket ready at one time.
+        # Layers are registered in the order in which they run: data-parallel training sends
+        # gradients in buckets of neighbouring layers, and only in this order do the gradients of a
+        # bucket become ready together.
         width_in = channels[0]
         self.stem = yolov5_conv(3, width_in, 6, stride=2, padding=2)
         self.levels = tuple(range(2, last + 1))
@@ -142,8 +143,8 @@ class CSPDarknet(Backbone):
         return features[self.first - 1 :]
 
 
-# Our backbones, by their name in `model.body`.  Those of other packages are named
-# `package.module:Class` there (config/plugins.py).
+# Our backbones, by their name in `model.body`. A backbone of another package is given there as
+# `package.module:Class` (config/plugins.py).
 BACKBONES: dict[str, type[Backbone]] = {"csprepresnet": CSPRepResNet, "yolov5": CSPDarknet}
 
 
@@ -165,7 +166,8 @@ def build_backbone(
         first, last: levels of the finest and the coarsest feature.
         variant: `model.variant`; see `Backbone.options_of`.
         options: further arguments of the class.
-    Raises: ConfigError: the backbone has no such levels, or is a plugin's and cannot be imported.
+    Raises: ConfigError: the backbone lacks these levels, or it belongs to a plugin that cannot be
+        imported.
     """
     row: type[Backbone] = plugin.load(name) if plugin.is_plugin(name) else BACKBONES[name]
     if first < row.finest or last not in row.coarsest:

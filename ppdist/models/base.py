@@ -1,7 +1,7 @@
 """Base classes of all models and of detectors; freezing their parts.
 
-ImageModel and Detector are what trainer, evaluator and export know of a model; `anchor_points`
-serves the detectors.  `freeze` and its kin mean what `train.freeze` says.
+ImageModel and Detector are the interface of a model that the trainer, evaluator and export rely on.
+`freeze` and related functions implement `train.freeze`.
 """
 
 import difflib
@@ -34,12 +34,12 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any) -> "Targets":
-        """Takes the fields of a `Batch` that a model may learn from."""
+        """Extracts from a `Batch` the fields that a model may learn from."""
         return cls(*(getattr(batch, name) for name in cls._fields))
 
     @classmethod
     def example(cls, images_B3HW: Tensor) -> "Targets":
-        """Builds one central object of class 0 for each image, to try a forward pass."""
+        """Builds targets with one centred object of class 0 per image, for a trial forward pass."""
         batch, _, height, width = images_B3HW.shape
         box = [width / 4, height / 4, 3 * width / 4, 3 * height / 4]
         return cls(
@@ -51,10 +51,10 @@ class Targets(NamedTuple):
 
 
 class KeyTable(NamedTuple):
-    """Names of weights in one implementation: our key -> its entries of a file.
+    """Names of weights in one implementation: our key -> the corresponding entries of a file.
 
-    names: several entries become one of ours, joined along the outputs, such as query, key and
-        value of an attention whose projections are one matrix.
+    names: several entries are concatenated along the output axis into one of ours, such as query,
+        key and value of an attention layer whose projections are one matrix.
     torch: True if linear layers are stored as torch does, [out, in].
     """
 
@@ -62,7 +62,7 @@ class KeyTable(NamedTuple):
     torch: bool = True
 
     def sources(self, names: Container[str]) -> dict[str, tuple[str, ...]]:
-        """Finds the keys of ours whose entries are all among these names, with those entries."""
+        """Maps each of our keys whose entries are all among these names to those entries."""
         parts = {
             key: (entry,) if isinstance(entry, str) else entry for key, entry in self.names.items()
         }
@@ -84,13 +84,13 @@ class KeyTable(NamedTuple):
 
 
 class Backbone(nn.Layer):
-    """Base of all backbones: their contract with model and optimizer.
+    """Base of all backbones: their contract with the model and the optimizer.
 
     Attributes:
-        finest: the finest level that it offers.
-        coarsest: the levels that may be its last.
+        finest: the finest level that the backbone offers.
+        coarsest: the levels that may be the last one.
         strides: pixels per cell of each feature, fine to coarse.
-        channels: of each feature, in the same order.
+        channels: number of channels of each feature, in the same order.
         stage_keys: for each stage, in the order in which an image passes them, the prefixes of its
             state-dict keys, whole names between dots.  Every key has one of them as its prefix.
             Freezing and layer-wise learning rates count these stages; the first prefix names the
@@ -105,14 +105,14 @@ class Backbone(nn.Layer):
 
     @classmethod
     def options_of(cls, variant: str) -> dict[str, Any]:
-        """Returns further arguments of its constructor for a `model.variant`."""
+        """Returns additional constructor arguments for a `model.variant`."""
         return {}
 
     @property
     def first_convolution(self) -> nn.Conv2D:
-        """Returns the convolution that sees the pixels: the first that was built.
+        """Returns the convolution that takes the pixels: by default, the first one built.
 
-        A subclass in which it is another overrides this.
+        A subclass in which this is another convolution overrides the method.
         """
         return next(layer for layer in self.sublayers() if isinstance(layer, nn.Conv2D))
 
@@ -135,27 +135,30 @@ class ImageModel(nn.Layer):
     Attributes:
         task: what it predicts: "detect" boxes with classes, "classify" whole images.
         takes_targets: a training forward is `model(images_B3HW, targets)`; see `training_inputs`.
-        needs_nms: predictions of one object overlap, so they need suppression.
+        needs_nms: predictions of one object overlap, so non-maximum suppression is needed.
         needs_anchors: boxes are predicted as multiples of anchors, which fit a training set; then
             the model has the next three, `anchors_LA2` and `set_anchors`.
-        anchor_threshold: an anchor learns a box when no side of one is this many times the other's.
-        given_anchors_LA2: they stay whatever a weight file has; None: not given.
-        fits_anchors: others may be fitted to the training set.
-        backbone: the layers that see the image first.
+        anchor_threshold: an anchor is assigned to a box only if the ratio of their widths and that
+            of their heights, larger to smaller, stay below this.
+        given_anchors_LA2: anchors from the config, kept whatever a weight file contains; None: the
+            config has none.
+        fits_anchors: whether other anchors may be fitted to the training set.
+        backbone: the layers applied to the image first.
         num_classes: C.
         size_multiple: height and width of the input are multiples of this, pixels.
         pixel_mean, pixel_std: RGB, in units of 0..255; see `normalize`.
-        neck_keys: state-dict key prefixes of the neck; what is neither there nor in the backbone is
-            the head.
-        class_layers: state-dict key prefixes of the layers whose shape depends on C; weights of
-            another class count leave exactly these fresh.
+        neck_keys: state-dict key prefixes of the neck; keys of neither the neck nor the backbone
+            belong to the head.
+        class_layers: state-dict key prefixes of the layers whose shape depends on C; if weights
+            have another number of classes, exactly these layers keep their initial values.
         rows_before_classes: how many rows stand before the C rows of classes in each group of rows
             of a class layer; a group is an anchor.
-        padded_keys: state-dict keys that torch implementations keep with one row more, the last,
+        padded_keys: state-dict keys that torch implementations keep with one additional last row,
             which stands for no class.
-        training_only: state-dict key prefixes of what only training uses; weights may lack it.
-        init_from: pairs of state-dict key prefixes: of a part, and of the one of which it starts
-            as a copy where weights lack it.  Training continues from it; predictions do not use it.
+        training_only: state-dict key prefixes of parts that only training uses; weights may lack
+            them.
+        init_from: pairs of state-dict key prefixes: a part, and the part from which it is copied if
+            weights lack it. Training continues from this copy; predictions do not use it.
     """
 
     task: ClassVar[Task]
@@ -194,7 +197,8 @@ class ImageModel(nn.Layer):
             PP-YOLOE: backbone.stem, backbone.stages.0, ... neck, head
             YOLOv5:   backbone.stem, backbone.down2,    ... neck, head  (a classifier has no neck)
 
-        Those of the backbone are its `stage_keys`; those of the neck begin with `neck_keys`.
+        The stages of the backbone are its `stage_keys`; the keys of the neck begin with
+        `neck_keys`.
         """
         rows = {f"backbone.{row[0]}": row for row in self.backbone.stage_keys}
         begins = {f"backbone.{key}.": name for name, row in rows.items() for key in row}
@@ -211,7 +215,7 @@ class ImageModel(nn.Layer):
     def official_keys(self) -> dict[str, str]:
         """Maps our state-dict keys to those of the original implementation.
 
-        Where the mapping changes nothing, our names are the original's own; otherwise the original
+        If the mapping changes nothing, our names are those of the original; otherwise the original
         is a torch model.
         """
         return {key: key for key in self.state_dict()}
@@ -225,7 +229,7 @@ class ImageModel(nn.Layer):
         images = images_B3HW
         if images.dtype != paddle.float32:
             images = images.astype("float32")
-        # Models that only divide by 255 need one product, which a graph can fold, too.
+        # Models that only divide by 255 need a single product, which a graph can also fold.
         if not any(self.pixel_mean) and len(set(self.pixel_std)) == 1:
             scale = 1.0 / self.pixel_std[0]
             return images if scale == 1 else images * scale
@@ -233,10 +237,10 @@ class ImageModel(nn.Layer):
         return images - mean if set(self.pixel_std) == {1.0} else (images - mean) / std
 
     def _pixel_statistics(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns mean and deviation [1, 3, 1, 1] on the device of the images."""
+        """Returns mean and standard deviation [1, 3, 1, 1] on the device of the images."""
         if not paddle.in_dynamic_mode():
             return _channels(self.pixel_mean), _channels(self.pixel_std)
-        # Kept for each device, which spares a copy from the host in every step.
+        # Cached per device, which saves a copy from the host in every step.
         place = str(images.place)
         if place not in self._statistics:
             self._statistics[place] = _channels(self.pixel_mean), _channels(self.pixel_std)
@@ -268,7 +272,7 @@ class ImageModel(nn.Layer):
         return (images_B3HW, targets) if self.takes_targets else (images_B3HW,)
 
     def decode(self, outputs: Any) -> Any:
-        """Turns raw outputs into what users want: boxes with scores, or class probabilities."""
+        """Converts raw outputs to predictions: boxes with scores, or class probabilities."""
         raise NotImplementedError
 
     def predict(self, images_B3HW: Tensor) -> Any:
@@ -276,7 +280,7 @@ class ImageModel(nn.Layer):
         return self.decode(self(self.normalize(images_B3HW)))
 
     def parameter_count(self) -> int:
-        """Counts the weights, frozen ones too."""
+        """Counts the weights, including frozen ones."""
         return sum(weight_sizes(self).values())
 
     def fuse(self) -> None:
@@ -290,7 +294,7 @@ class ImageModel(nn.Layer):
         self.eval()
 
     def fuse_conv_bn(self) -> None:
-        """Fuses batch norms into convolutions, in place, where a layer has both."""
+        """Fuses batch norms into convolutions in all layers that have both, in place."""
         for layer in self.sublayers():
             if hasattr(layer, "fuse_conv_bn"):
                 layer.fuse_conv_bn()
@@ -318,10 +322,11 @@ class Detector(ImageModel):
         scores_BNC, boxes_BN4 = model.predict(images_B3HW)
 
     Attributes:
-        strides: pixels per cell of each output level, in the order of the outputs; (): outputs are
-            not of cells, and there are as many for any image.
-        distillation: takes the neck's features, level by level in the order of the outputs, and
-            its tuple becomes `outputs.features`; None: they are not compared with a teacher's.
+        strides: pixels per cell of each output level, in the order of the outputs; (): outputs do
+            not belong to cells, and their number is the same for any image.
+        distillation: called with the neck's features, level by level in the order of the outputs;
+            the tuple it returns becomes `outputs.features`. None: the features are not compared
+            with a teacher's.
     """
 
     task = "detect"
@@ -335,7 +340,7 @@ class Detector(ImageModel):
         pixel_std: tuple[float, float, float],
         size_multiple: int | None = None,
     ) -> None:
-        """Initialises what all detectors have.
+        """Initialises the attributes that all detectors share.
 
         Args: size_multiple: None: the largest stride.
         """
@@ -346,8 +351,8 @@ class Detector(ImageModel):
     def decode(self, outputs: Any) -> tuple[Tensor, Tensor]:
         """Turns outputs into scores_BNC in 0..1 and boxes_BN4, xyxy in input pixels.
 
-        Boxes are not clipped.  Properties of the input that it needs, such as the size, are part of
-        the outputs.
+        Boxes are not clipped.  Properties of the input that decoding needs, such as the size, are
+        part of the outputs.
         """
         raise NotImplementedError
 
@@ -379,7 +384,7 @@ def weight_sizes(model: nn.Layer) -> dict[str, int]:
 
 
 def _channels(values: list[float]) -> Tensor:
-    """Returns one value for each RGB channel as a tensor [1, 3, 1, 1]."""
+    """Returns one value per RGB channel as a tensor [1, 3, 1, 1]."""
     return paddle.to_tensor(values, dtype="float32").reshape([1, 3, 1, 1])
 
 
@@ -390,8 +395,8 @@ Freeze = int | Sequence[str] | None  # see `frozen_keys`
 def freeze(model: ImageModel, parts: Freeze) -> frozenset[str]:
     """Freezes parts of a model, in place, before an optimizer is built.
 
-    Every rank freezes the same parts.  Their weights get no gradient and so neither an update nor
-    decay; their batch norms normalise by the running statistics and do not update them, also in
+    Every rank freezes the same parts.  Their weights get no gradient, hence neither updates nor
+    decay; their batch norms normalise with the running statistics and do not update them, even in
     training mode.  The backward pass ends at the first weight that trains.
 
     Args: parts: see `frozen_keys`.
@@ -415,8 +420,8 @@ def frozen_keys(model: ImageModel, parts: Freeze) -> frozenset[str]:
         parts: a number of stages of the backbone, counted from the image (the stem is the first;
             see `ImageModel.stages`), or patterns of keys (`matching_keys`), such as `backbone` or
             `neck.fpn_stages.0`.  None: nothing.
-    Raises: ConfigError: the backbone has fewer stages, no weight has such a key, or nothing is left
-        to train.
+    Raises: ConfigError: the backbone has fewer stages, no weight has a matching key, or nothing is
+        left to train.
     """
     if parts is None:
         return frozenset()
@@ -451,7 +456,7 @@ def frozen_keys(model: ImageModel, parts: Freeze) -> frozenset[str]:
 
 
 def matching_keys(pattern: str, keys: Iterable[str]) -> list[str]:
-    """Returns the keys that begin with a pattern of names, in which * is any text."""
+    """Returns the keys that begin with a pattern of names, in which * matches any text."""
     prefix = pattern.rstrip(".")
     return [
         key
@@ -461,7 +466,7 @@ def matching_keys(pattern: str, keys: Iterable[str]) -> list[str]:
 
 
 def expected_keys(pattern: str, keys: Sequence[str]) -> str:
-    """Describes the keys that a pattern without a match may have meant."""
+    """Suggests keys that may have been intended by a pattern without a match."""
     if "*" in pattern:
         return f"the nearest are {', '.join(difflib.get_close_matches(pattern, keys, 3, 0.0))}"
     # Possible continuations of the valid part of the key.
@@ -477,7 +482,7 @@ def expected_keys(pattern: str, keys: Sequence[str]) -> str:
 def _match_frozen_keys(pattern: str, keys: list[str]) -> list[str]:
     """Returns the keys that match one pattern of `train.freeze`.
 
-    Raises: ConfigError: there are none.
+    Raises: ConfigError: no key matches.
     """
     matches = matching_keys(pattern, keys)
     if not matches:
@@ -491,7 +496,7 @@ def _match_frozen_keys(pattern: str, keys: list[str]) -> list[str]:
 
 
 def freezing(model: ImageModel, parts: Freeze) -> list[str]:
-    """Describes the frozen parts in a line for the log; [] if there are none.
+    """Describes the frozen parts in one line for the log; returns [] if there are none.
 
     Raises: ConfigError: see `frozen_keys`.
     """

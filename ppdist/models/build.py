@@ -4,9 +4,9 @@ from ppdist.common import plugin
 from ppdist.config.model import DetectorConfig, ModelConfig
 from ppdist.models.base import ImageModel
 
-# Our models, by `model.name`; its Section in config/model.py says the rest.  Those of other
-# packages are named by their Section (config/plugins.py).  By name, so that a run imports its own
-# alone.
+# Our models, by `model.name`; the Section in config/model.py defines their other settings. Models
+# of other packages are named by their Section (config/plugins.py). Given as names, so that a run
+# imports only its own model.
 MODELS = {
     "ppyoloe": "ppdist.models.ppyoloe:PPYOLOE",
     "rtdetr": "ppdist.models.rtdetr:RTDETR",
@@ -18,7 +18,7 @@ MODELS = {
 def build_model(config: ModelConfig | DetectorConfig) -> ImageModel:
     """Builds the model of a `model:` section, with new weights drawn from Paddle's seed.
 
-    Raises: ConfigError: it is a plugin's and cannot be imported.
+    Raises: ConfigError: the model belongs to a plugin that cannot be imported.
     """
     target = config.model if isinstance(config, DetectorConfig) else MODELS[config.name]
     model: ImageModel = plugin.load(target)(config)

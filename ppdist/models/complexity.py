@@ -1,4 +1,4 @@
-"""How large a model is: parameters and operations."""
+"""Size of a model: its number of parameters and operations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from paddle import nn
 
 from ppdist.models.base import ImageModel
 
-# Sides of the images that are counted with, in multiples of `size_multiple`.  One where all
-# operations grow with the pixels; else two, both with more cells than the model selects queries.
+# Sides of the images used for counting, in multiples of `size_multiple`. One size if all operations
+# grow with the number of pixels; else two, both with more cells than the model selects queries.
 _SIDE, _SIDES = 2, (8, 10)
 
 
 class Amount(NamedTuple):
-    """A quantity per image: a fixed part, and a part for each pixel."""
+    """A quantity per image: a fixed part plus a part per pixel."""
 
     fixed: float
     pixel: float
@@ -33,7 +33,7 @@ class Complexity:
     """Size of a model.
 
     parameters: number of trained and frozen weights, without statistics.
-    operations: those of convolutions and linear layers; a multiplication and an addition are two.
+    operations: number in convolutions and linear layers; a multiply-add counts as two.
     """
 
     parameters: int
@@ -52,11 +52,11 @@ class Complexity:
 
 
 def complexity(model: ImageModel) -> Complexity:
-    """Counts a model's parameters, and its operations by predictions for small images.
+    """Counts a model's parameters and, from predictions on small images, its operations.
 
     Local; changes nothing.
 
-    Args: model: as built, on eager convolutions.
+    Args: model: as built, with eager convolutions.
     """
     training = [layer for layer in model.sublayers(include_self=True) if layer.training]
     sides = (_SIDE,) if getattr(model, "strides", True) else _SIDES
@@ -77,7 +77,7 @@ def complexity(model: ImageModel) -> Complexity:
 
 
 def _amount(pixels: Sequence[int], counts: Sequence[int]) -> Amount:
-    """Fits the quantity to its values for one or two image sizes."""
+    """Fits an `Amount` to the values measured at one or two image sizes."""
     if len(counts) == 1:
         return Amount(0.0, counts[0] / pixels[0])
     per_pixel = (counts[1] - counts[0]) / (pixels[1] - pixels[0])

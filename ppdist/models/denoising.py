@@ -1,7 +1,8 @@
 """Contrastive denoising: noisy ground truth as queries of a decoder.
 
-A group holds each box of an image twice: nearby, to be found again, and farther off, to be told
-from an object.  A query sees its own group and what the encoder selected, never another group.
+A group contains each box of an image twice: once slightly shifted, to be recovered, and once
+shifted farther, to be recognised as no object. A query attends to its own group and to the queries
+that the encoder selected, never to another group.
 Source: DINO, arXiv:2203.03605, section 3.3; labels and attention mask: DN-DETR, arXiv:2203.01305.
 """
 
@@ -14,15 +15,15 @@ from paddle import Tensor
 from ppdist.models.attention import HEADS, HIDDEN
 from ppdist.models.base import Targets
 
-LABEL_NOISE = 0.25  # chance that a query is given a random class (half the original's ratio 0.5)
+LABEL_NOISE = 0.25  # probability of a random class for a query (half the original's ratio 0.5)
 _DRAWS = 10  # numbers for each query: label drawn?, label, and for each side how far and where to
 
 
 class NoisyQueries(NamedTuple):
-    """Denoising queries: the decoder's input, and the box that each of them stands for.
+    """Denoising queries: the decoder's input, and the box that each query stands for.
 
-    labels_BD: int64, class given to the query; 0 where it is not used.
-    boxes_BD4: cx, cy, w, h in 0..1 of the input.
+    labels_BD: int64, class assigned to the query; 0 where the query is not used.
+    boxes_BD4: cx, cy, w, h as fractions (0..1) of the input size.
     group_BD: int64, number of the query's group; a unique number where it is not used.
     target_BD, positive_BD, negative_BD, groups_B: see `Denoised`.
     """
@@ -63,7 +64,8 @@ class DenoisingQueries:
         """
         max_boxes = targets.boxes_BM4.shape[1]
         slots = 2 * max(self.denoising, max_boxes)
-        # A slot is one query: group by group, in a group first the near and then the far queries.
+        # A slot is one query: group by group, and within a group the near queries before the far
+        # ones.
         count_B1 = targets.mask_BM.astype("int64").sum(axis=1, keepdim=True)
         at_least_B1 = count_B1.clip(min=1)
         groups_B1 = (self.denoising // at_least_B1).clip(min=1)
@@ -103,19 +105,19 @@ class DenoisingQueries:
 def _noise(seeds_B: np.ndarray, slots: int) -> np.ndarray:
     """Draws the noise of all queries: [B, slots, _DRAWS] in 0..1, float32.
 
-    The numbers of a slot do not depend on how many slots there are.
+    The numbers of a slot do not depend on the number of slots.
     """
     draws = [np.random.default_rng(int(seed)).random((slots, _DRAWS)) for seed in seeds_B]
     return np.stack(draws).astype("float32")
 
 
 def attention_bias(group_BD: Tensor, queries: int) -> Tensor:
-    """Builds the bias of the attention logits: 0 where a query may look, HIDDEN elsewhere.
+    """Builds the bias of the attention logits: 0 where a query may attend, HIDDEN elsewhere.
 
     It is [B, H, D + Q, D + Q], repeated for all heads: broadcasting one for all takes six times as
     long on a CPU, in every layer.
 
-    Args: queries: Q, those of the encoder, after the denoising ones.
+    Args: queries: Q, number of the encoder's queries, which follow the denoising queries.
     """
     batch, slots = group_BD.shape
     same_group_BDD = (group_BD.unsqueeze(2) == group_BD.unsqueeze(1)).astype("float32")

@@ -1,4 +1,4 @@
-"""Operations on feature maps [B, C, H, W], for models: functions of Paddle's names and arguments.
+"""Operations on feature maps [B, C, H, W], for models; names and arguments are Paddle's.
 
 Paddle's operators compute them, unless kernels that keep maps in a layout of their own have taken
 over (`compute_by`, which ppdist/cpu/ calls).  Models of this package pass the output of a layer
@@ -13,7 +13,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
-LEAKY_SLOPE = 0.1  # of negative inputs, as in YOLOv3 and the first YOLOv5
+LEAKY_SLOPE = 0.1  # slope for negative inputs, as in YOLOv3 and the first YOLOv5
 
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])
 _compute: Callable[..., Any] | None = None
@@ -29,7 +29,7 @@ def compute_by(kernels: Callable[..., Any]) -> None:
 
 
 def _operation(operator: _Operation) -> _Operation:
-    """Turns an operator of Paddle into an operation that kernels may take over."""
+    """Wraps a Paddle operator as an operation that kernels may take over."""
 
     @wraps(operator)
     def run(*arguments: Any, **keywords: Any) -> Any:
@@ -42,7 +42,7 @@ def _operation(operator: _Operation) -> _Operation:
 
 @_operation
 def plain(x: Tensor) -> Tensor:
-    """Returns the map as any operator takes it: [B, C, H, W] in memory, in a type of Paddle."""
+    """Returns the map as any operator accepts it: [B, C, H, W] in memory, in a Paddle dtype."""
     return x
 
 
@@ -50,7 +50,7 @@ def plain(x: Tensor) -> Tensor:
 def share(x: Tensor, count: int) -> Sequence[Tensor]:
     """Returns the map for each of `count` readers.
 
-    A model may do without it.  It spares training in bfloat16 on a CPU Paddle's slow sum of the
+    Calling it is optional. In bfloat16 training on a CPU, it avoids Paddle's slow sum of the
     readers' gradients.
     """
     return [x] * count
@@ -70,8 +70,8 @@ hardswish = _operation(F.hardswish)
 def silu(x: Tensor) -> Tensor:
     """Computes x * sigmoid(x), also called swish.
 
-    Two operators of Paddle compute it.  A saved graph has `swish`, which oneDNN fuses into the
-    convolution before it; it does not know `silu`.
+    Paddle has two operators for it. A saved graph uses `swish`, which oneDNN fuses into the
+    preceding convolution; oneDNN does not support `silu`.
     """
     return F.silu(x) if paddle.in_dynamic_mode() else F.swish(x)
 
@@ -80,8 +80,8 @@ def silu(x: Tensor) -> Tensor:
 def leaky_relu(x: Tensor) -> Tensor:
     """Computes x where positive, else LEAKY_SLOPE * x.
 
-    A saved graph has max(x, LEAKY_SLOPE * x), which gives the same numbers: Paddle 3.3's oneDNN
-    predictor crashes (SIGSEGV) when it loads a graph with the operator.
+    A saved graph uses max(x, LEAKY_SLOPE * x), which gives the same numbers: Paddle 3.3's oneDNN
+    predictor crashes (SIGSEGV) when it loads a graph with the leaky ReLU operator.
     """
     if paddle.in_dynamic_mode():
         return F.leaky_relu(x, LEAKY_SLOPE)

@@ -21,8 +21,8 @@ class HGNetSize(NamedTuple):
     stem: channels inside and after the stem.
     inside: channels of the convolutions in the blocks of levels 2 to 5.
     out: channels of levels 2 to 5.
-    blocks: number in each of these stages.
-    convolutions: number in each block.
+    blocks: number of blocks in each of these stages.
+    convolutions: number of convolutions in each block.
     """
 
     stem: tuple[int, int]
@@ -38,7 +38,7 @@ SIZES = {
     "b4": HGNetSize((32, 48), (48, 96, 192, 384), (128, 512, 1024, 2048), (1, 1, 3, 1), 6),
     "b5": HGNetSize((32, 64), (64, 128, 256, 512), (128, 512, 1024, 2048), (1, 2, 5, 2), 6),
 }
-LIGHT_FROM = 4  # level whose blocks are of light convolutions, 5x5
+LIGHT_FROM = 4  # first level whose blocks consist of light 5x5 convolutions
 
 
 class LearnableAffine(nn.Layer):
@@ -74,7 +74,7 @@ def _conv(
     groups: int = 1,
     padding: int | None = None,
 ) -> nn.Layer:
-    """Builds a ConvBNLayer with ReLU; `affine`: followed by a `LearnableAffine`."""
+    """Builds a ConvBNLayer with ReLU, followed by a `LearnableAffine` if `affine`."""
     block = ConvBNLayer(
         in_channels, out_channels, kernel, stride, "relu", groups=groups, padding=padding
     )
@@ -119,7 +119,7 @@ _RIGHT_AND_DOWN = [0, 1, 0, 1]  # zeros left, right, above, below
 
 
 class HGBlock(nn.Layer):
-    """Convolutions in a row, all outputs concatenated and mixed; plus the input where it fits."""
+    """Chain of convolutions; all outputs are concatenated and mixed; plus the input where it fits."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class HGNetv2(Backbone):
     Args:
         size: a row of `SIZES`; RT-DETR calls b4 L and b5 X.
         first: level of the finest feature; the coarsest is 5.
-        affine: a `LearnableAffine` after each ReLU.
+        affine: whether a `LearnableAffine` follows each ReLU.
     """
 
     finest, coarsest = 2, (5,)

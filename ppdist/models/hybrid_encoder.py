@@ -3,10 +3,10 @@
     features fine to coarse -> 1x1 to one width -> AIFI on the coarsest -> top down -> bottom up
 
 AIFI is attention-based intra-scale feature interaction, CCFF the convolutional cross-scale fusion
-of arXiv:2304.08069, section 4.2.  D-FINE (arXiv:2410.13842) fuses by RepNCSPELAN4 of YOLOv9
-(arXiv:2402.13616) and halves by the SCDown of YOLOv10 (arXiv:2405.14458).
+of arXiv:2304.08069, section 4.2.  D-FINE (arXiv:2410.13842) fuses with RepNCSPELAN4 from YOLOv9
+(arXiv:2402.13616) and halves the resolution with SCDown from YOLOv10 (arXiv:2405.14458).
 
-Keys are those of the originals' torch implementations, but for their `norm`, ours `bn`.
+Keys are those of the originals' torch implementations, except that their `norm` is our `bn`.
 """
 
 from functools import lru_cache
@@ -59,8 +59,8 @@ def _positions(feature_BDHW: Tensor) -> Tensor:
     """Computes the position embedding [H * W, D]: sine and cosine of row and column.
 
     A quarter of the channels each: sin(y w), cos(y w), sin(x w), cos(x w), w = T ** (-4 i / D).
-    (The originals count along columns first.  For squares that is the same; for other shapes it
-    gives cells the position of others.)
+    (The originals number cells along columns first. For square maps the result is the same; for
+    other shapes, cells get the positions of other cells.)
     """
     width = feature_BDHW.shape[1]
     if paddle.in_dynamic_mode():
@@ -70,7 +70,7 @@ def _positions(feature_BDHW: Tensor) -> Tensor:
     y, x = (paddle.arange(0, shape[axis], dtype="float32") for axis in (2, 3))
     cell_N2 = paddle.stack([grid.flatten() for grid in paddle.meshgrid(y, x)], axis=1)
     rate_2D = np.kron(np.eye(2), np.tile(_rates(width), 2))  # y: w w 0 0, x: 0 0 w w
-    # cos x = sin(x + pi / 2): of sin and cos of one tensor Paddle 3.3's oneDNN predictor
+    # cos x = sin(x + pi / 2): given sin and cos of the same tensor, Paddle 3.3's oneDNN predictor
     # overwrites the first with the second.
     phase_D = np.tile(np.repeat([0.0, np.pi / 2], width // 4), 2)
     rate_2D, phase_D = (paddle.to_tensor(x.astype("float32")) for x in (rate_2D, phase_D))
@@ -137,7 +137,7 @@ class RepNCSPELAN4(nn.Layer):
 
 
 class SCDown(nn.Layer):
-    """1x1, then depthwise 3x3 with stride 2; neither is activated."""
+    """1x1 convolution, then depthwise 3x3 convolution with stride 2, without activations."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class SCDown(nn.Layer):
 
 
 class HybridEncoder(nn.Layer):
-    """The neck: features in, as many features of one width out, both fine to coarse.
+    """The neck: returns as many features as it takes, all of one width; both fine to coarse.
 
     Args:
         in_channels: channels of the features.
@@ -157,7 +157,7 @@ class HybridEncoder(nn.Layer):
         inside: width of AIFI's inner linear layers.
         expansion: channels inside a fusion as a multiple of D (D-FINE: of D / 2).
         blocks: RepConvs of a CSPRepLayer.
-        elan: fuse and downsample as D-FINE does.
+        elan: whether to fuse and downsample as D-FINE does.
     """
 
     def __init__(

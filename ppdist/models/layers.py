@@ -24,11 +24,11 @@ class ConvBNLayer(nn.Layer):
     """Convolution without bias, batch norm, activation.
 
     Args:
-        activation: OF_MODEL; a row of `ACTIVATIONS`, which `set_activation` then does not change;
-            None: nothing follows the batch norm.
+        activation: OF_MODEL; or a row of `ACTIVATIONS`, which `set_activation` does not change;
+            None: no activation follows the batch norm.
         padding: zeros on each side, pixels; None: (kernel - 1) // 2.
         epsilon: added to the variance; Paddle's default.
-        momentum: weight of the old value in the running statistics (torch counts the new one's).
+        momentum: weight of the old value in the running statistics (in torch: of the new value).
         groups: number of channel groups, convolved separately; `in_channels`: depthwise.
     """
 
@@ -72,7 +72,7 @@ class ConvBNLayer(nn.Layer):
 
 
 def _fuse_parameters(block: ConvBNLayer) -> tuple[Tensor, Tensor]:
-    """Computes kernel and bias of a convolution with its batch norm folded in."""
+    """Computes the kernel and bias of a convolution with its batch norm folded in."""
     # norm(conv(x)) = w x * s + (b - mean * s) with s = gamma / sqrt(variance + epsilon).
     norm = block.bn
     mean, variance = paddle_api.running_statistics(norm)
@@ -229,7 +229,8 @@ class C3(nn.Layer):
 class SPPF(nn.Layer):
     """Spatial pyramid pooling as a chain.
 
-    A 1x1, then three 5x5 max-poolings in a row (receptive fields 5, 9, 13); a 1x1 mixes all four.
+    A 1x1 convolution, then a chain of three 5x5 max-poolings (receptive fields 5, 9, 13); another
+    1x1 mixes all four maps.
     """
 
     def __init__(self, channels: int) -> None:
@@ -245,7 +246,7 @@ class SPPF(nn.Layer):
 
 
 def set_activation(model: nn.Layer, name: str) -> None:
-    """Sets the activation of layers that have none of their own.
+    """Sets the activation of all layers whose activation is not fixed.
 
     Args: name: a row of `ACTIVATIONS`.
     """

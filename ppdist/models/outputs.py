@@ -1,10 +1,10 @@
-"""Raw outputs of the detectors, and what losses and models both compute of them.
+"""Raw outputs of the detectors, and computations on them shared by losses and models.
 
     YOLOv5     a grid of anchors a level           -> YOLOv5Outputs
     PP-YOLOE   distributions of sides a cell       -> PPYOLOEOutputs, decode_boxes
     RT-DETR    queries of each decoder layer       -> RTDETROutputs, weighting (D-FINE)
 
-A loss imports these and no model.
+Losses import this module rather than a model.
 """
 
 from functools import lru_cache
@@ -22,7 +22,7 @@ BINS = REG_MAX + 1  # R of D-FINE's distribution over the moves of a side
 def anchor_points(features: tuple[Tensor, ...], strides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Returns cell centres points_N2 (x, y) and stride_N1 of all levels, float32 pixels.
 
-    They are computed once per set of level sizes; in a static graph, from the run-time sizes.
+    They are computed once per set of level sizes; in a static graph, from the sizes at run time.
     """
     if paddle.in_dynamic_mode():
         sizes = tuple((int(f.shape[2]), int(f.shape[3])) for f in features)
@@ -70,13 +70,13 @@ class YOLOv5Outputs(NamedTuple):
 class PPYOLOEOutputs(NamedTuple):
     """Raw outputs of PP-YOLOE per level, strides falling (32, 16, 8).
 
-    With a one-to-one head the first two are its outputs wherever no gradient can come back.
+    With a one-to-one head, the first two are its outputs whenever no gradients are computed.
 
     class_logits: [B, C, H, W] each; reg_dist: [B, 4 * BINS, H, W] each, logits of distributions,
         channel side * BINS + bin, sides left, top, right, bottom.
-    aux_class_logits, aux_reg_dist: the same of the auxiliary head; empty without one, and
-        wherever no gradient can come back.
-    one_class_logits, one_reg_dist: the same of the one-to-one head.
+    aux_class_logits, aux_reg_dist: the same from the auxiliary head; empty without such a head, and
+        whenever no gradients are computed.
+    one_class_logits, one_reg_dist: the same from the one-to-one head.
     features: of the neck, see `Detector.distillation`; empty without.
     """
 
@@ -92,7 +92,7 @@ class PPYOLOEOutputs(NamedTuple):
 def decode_boxes(reg_dist_BN4R: Tensor, points_N2: Tensor, stride_N1: Tensor) -> Tensor:
     """Decodes distributions over sides (logits) to boxes [B, N, 4], xyxy.
 
-    Boxes are in pixels, as the points are.
+    Boxes are in pixels, like the points.
 
         side = stride * sum_r(r * softmax(logits)_r), measured outwards from the point.
     """
@@ -106,7 +106,7 @@ class Refined(NamedTuple):
     """Logits and boxes of queries after one decoder layer, or after the encoder.
 
     logits_BQC: class logits.
-    boxes_BQ4: centre x, centre y, width, height in 0..1 of the input.
+    boxes_BQ4: centre x, centre y, width, height as fractions (0..1) of the input size.
     corners_BQ4R: D-FINE: logits of the distributions over the moves of the four sides, order left,
         top, right, bottom; None elsewhere.
     reference_BQ4: D-FINE: the boxes that these distributions move (cx, cy, w, h in 0..1, detached);
@@ -120,13 +120,14 @@ class Refined(NamedTuple):
 
 
 class Denoised(NamedTuple):
-    """Outputs of the denoising queries, and the box that each of them stands for.
+    """Outputs of the denoising queries, and the box that each query stands for.
 
-    layers, preliminary: as in `RTDETROutputs`, with D queries in the place of Q.
+    layers, preliminary: as in `RTDETROutputs`, with D queries instead of Q.
     target_BD: int64, row of the image's boxes; meaningless where unused.
     positive_BD: float32, 1 where the query has to find its target.
-    negative_BD: float32, 1 where the query has to find nothing.  Both 0: not used.
-    groups_B: float32, denoising groups of each image, at least 1.
+    negative_BD: float32, 1 where the query has to find nothing.  If both are 0, the query is not
+        used.
+    groups_B: float32, number of denoising groups of each image, at least 1.
     """
 
     layers: tuple[Refined, ...]
@@ -140,11 +141,11 @@ class Denoised(NamedTuple):
 class RTDETROutputs(NamedTuple):
     """Raw outputs of RT-DETR and D-FINE.
 
-    layers: of the decoder; the last one predicts.
-    encoder: of query selection.
+    layers: outputs of the decoder layers; the last one predicts.
+    encoder: outputs of query selection.
     size_4: float32, width, height, width, height of the input in pixels.
     preliminary: D-FINE: the first layer's boxes before distributions refine them, and its logits.
-    denoised: in training with targets and `model.denoising`.
+    denoised: present in training with targets and `model.denoising`.
     features: of the neck, see `Detector.distillation`; empty without.
     """
 
