@@ -7,10 +7,10 @@ operators.
 `compute` takes over the operations of models/functional.py.  An operation without a kernel here
 gets maps in Paddle's layout and dtypes.
 
-A map is float32, or bfloat16 at level O2 of `precision.py`.  Maps of bfloat16 use oneDNN's
-operators in either layout, because Paddle has few on CPUs: neither the sum of two tensors nor the
-gradient of concatenation, pooling or a mean.  It sums gradients of bfloat16, but element by
-element, so `share` passes a map to several layers.
+A map is float32, or bfloat16 at level O2 of `precision.py`.  Maps in bfloat16 use oneDNN's
+operators in either layout, because Paddle has few bfloat16 operators on CPUs: it lacks the sum of
+two tensors and the gradients of concatenation, pooling and mean. It does sum gradients in bfloat16,
+but element by element, so `share` passes a map to several layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,9 +53,9 @@ def _kernels_for(x: Tensor) -> precision.Kernels:
 
 
 def contiguous(x: Tensor, dtype: str | None = None) -> Tensor:
-    """Returns the map contiguous in memory, in the wanted dtype.
+    """Returns the map contiguous in memory, in the requested dtype.
 
-    Args: dtype: None: that of the map.  A gradient may arrive in another dtype.
+    Args: dtype: None: the dtype of the map. A gradient may arrive in another dtype.
     """
     if dtype is not None and dtype_of(x) != dtype:
         x = x.astype(dtype)
@@ -131,7 +131,7 @@ class _Add(PyLayer):
     @staticmethod
     def backward(ctx, dy):
         first, second = ctx.needs
-        # Two tensors, because a layer before may write over the gradient that it gets.
+        # Two tensors, because a preceding layer may overwrite the gradient that it receives.
         return dy if first else None, dy.clone() if second else None
 
 
@@ -202,11 +202,11 @@ class _ScaleChannels(PyLayer):
 def _scaling_kernel(x: Tensor) -> onednn.Convolution | None:
     """Returns the depthwise convolution that scales channels; None: there is none.
 
-    All images count as one, whose channels are those of all; it is the same memory.  The product
-    and its gradients take a thirtieth of Paddle's time; oneDNN's own product has no compiled kernel
-    for a factor per image and channel.
+    The batch is treated as one image with the channels of all images, in the same memory. The
+    product and its gradients take a thirtieth of Paddle's time; oneDNN's own product has no
+    compiled kernel for a factor per image and channel.
 
-    Returns: None: oneDNN has no such convolution, or its output has another layout.
+    Returns: the kernel; None: oneDNN has no such convolution, or its output has another layout.
     """
     layout = layout_of(x)
     batch, channels, height, width = layout.shape
@@ -227,7 +227,7 @@ _Operator = Callable[..., Any]
 def compute(operation: _Operator, operator: _Operator, *arguments: Any, **keywords: Any) -> Any:
     """Computes an operation of models/functional.py.
 
-    Args: operator: Paddle's.
+    Args: operator: Paddle's operator.
     """
     return _KERNELS.get(operation, _compute_by_paddle)(operator, *arguments, **keywords)
 
@@ -249,7 +249,7 @@ def _compute_by_paddle(operator: _Operator, x: Tensor, *settings: Any, **keyword
 
 
 def _share(operator: _Operator, x: Tensor, count: int) -> Sequence[Tensor]:
-    """Sums gradients in oneDNN; Paddle's sum would take 6 % of a step."""
+    """Sums gradients in oneDNN; Paddle's sum would take 6 % of the step time."""
     if not _is_low(x) or x.stop_gradient:
         return operator(x, count)
     x = contiguous(x)
@@ -259,7 +259,8 @@ def _share(operator: _Operator, x: Tensor, count: int) -> Sequence[Tensor]:
 def _add(operator: _Operator, x: Tensor, y: Tensor) -> Tensor:
     """Adds two maps, in oneDNN if they are bfloat16."""
     x, y = _unify_dtypes([x, y])
-    # Shapes of plain maps are not compared: a graph for any batch and size does not know them.
+    # Shapes of plain maps are not compared: they are unknown in a graph for any batch and image
+    # size.
     if x.ndim != y.ndim or (x.ndim == 5 and x.shape != y.shape):
         x, y = to_plain(x), to_plain(y)
     if _is_low(x):

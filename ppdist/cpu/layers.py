@@ -4,8 +4,8 @@ Every layer takes feature maps in Paddle's layout or in oneDNN's (feature_maps.p
 and `RepConv` output oneDNN's, in the dtype of `precision.py`, if `keeps_layout` says that every
 reader accepts it; else, and any other `nn.Conv2D`, Paddle's in float32.  Each class only overrides
 methods of its plain base class, so that changing the class of a built layer switches it
-(switch.py).  Layers without a oneDNN kernel, other dtypes and other kinds of batch norm run as
-before.
+(switch.py).  Layers without a oneDNN kernel, with other dtypes or with other kinds of batch norm
+run as plain layers.
 """
 
 import math
@@ -25,7 +25,7 @@ from ppdist.models.layers import ConvBNLayer, RepConv
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    """Returns [y, x] of a setting; None: it has another form."""
+    """Returns a setting as [y, x]; None: it has another form."""
     if isinstance(value, int):
         return value, value
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(v) is int for v in value):
@@ -64,14 +64,14 @@ def _run_plain(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _need_gradients(*inputs: Tensor | None) -> tuple[bool, ...]:
-    """Tests for each tensor if backward must return its gradient."""
+    """Tests for each tensor whether backward must return its gradient."""
     return tuple(not tensor.stop_gradient for tensor in inputs if tensor is not None)
 
 
 def _select_needed(
     gradients: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Replaces gradients that nobody needs by None."""
+    """Replaces gradients that are not needed by None."""
     return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
@@ -154,7 +154,7 @@ class _NormalizeRows(PyLayer):
 
 
 class OneDNNLayerNorm(nn.LayerNorm):
-    """nn.LayerNorm of the last axis on oneDNN, in float32."""
+    """nn.LayerNorm over the last axis on oneDNN, in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         affine = self.weight is not None and self.bias is not None
@@ -208,7 +208,7 @@ class OneDNNMultiHeadAttention(MultiHeadAttention):
 
 
 class _Branch:
-    """Convolution and batch norm of one call."""
+    """Convolution and batch norm in one call."""
 
     def __init__(self, kernels: Kernels, conv: onednn.Convolution, norm: nn.BatchNorm2D) -> None:
         self.conv, self.norm = conv, norm

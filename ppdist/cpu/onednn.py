@@ -2,16 +2,16 @@
 
 Paddle's dygraph convolution on CPU is im2col and a single-threaded product at about 30 GFLOP/s.
 The same wheel contains oneDNN (libdnnl), with kernels that reach 5-8 times that on one core and
-can use several.  Dygraph cannot call them, so this module does: descriptors, layouts ("reorders")
-and the primitives a convolutional detector needs.  `feature_maps.py` and `layers.py` build on it.
+can use several.  Dygraph cannot call them, so this module does: it provides descriptors, layout
+conversions ("reorders") and the primitives that a convolutional detector needs.  `feature_maps.py`
+and `layers.py` build on it.
 
-A *buffer* here is a Paddle tensor, float32 or bfloat16, with an activation in its memory in the
+A *buffer* here is a Paddle tensor, float32 or bfloat16, whose memory contains an activation in the
 layout of its descriptor; Paddle's allocator owns it.  oneDNN prefers channels in blocks of 8 or 16,
 or all of them side by side: such a layout without padding is a tensor [B, C / block, H, W, block]
-to Paddle, any other one is flat.
-Kernels use OMP_NUM_THREADS threads, or one if it is unset (Paddle's default; fleetrun sets cores /
-processes).  Nothing is loaded before `Library()` is created; an `OSError` there means that the
-library is missing: stay eager.
+to Paddle, any other one is flat. Kernels use OMP_NUM_THREADS threads, or one if it is unset
+(Paddle's default; fleetrun sets cores / processes).  Nothing is loaded before `Library()` is
+created; an `OSError` there means that the library is missing: stay eager.
 
 Constants and signatures: oneDNN 3.x C interface, https://uxlfoundation.github.io/oneDNN (stable
 through 3.x by its versioning policy; another major version is refused).
@@ -100,7 +100,7 @@ class Library:
         self.c.dnnl_memory_desc_equal.argtypes = [c_void_p, c_void_p]
         self.c.dnnl_memory_set_data_handle.argtypes = [c_void_p, c_void_p]
         self.c.dnnl_fmt_tag2str.restype = c_char_p
-        # A wrong number would be another layout without an error, so the names are compared.
+        # A wrong number would silently select another layout, so the names are compared.
         for tag, name in _TAGS.values():
             if self.c.dnnl_fmt_tag2str(tag) != name:
                 raise OneDNNError(f"oneDNN's layout {tag} is not {name.decode()}")
@@ -115,14 +115,14 @@ class Library:
     def check(self, status: int, action: str) -> None:
         """Checks the status of a call.
 
-        Raises: OneDNNError: it is not success.
+        Raises: OneDNNError: the status is not success.
         """
         if status != 0:
             raise OneDNNError(f"oneDNN {action}: status {status}")
 
 
 def _limit_spinning(folder: Path) -> None:
-    """Makes OpenMP's threads sleep 1 ms after a kernel.
+    """Makes OpenMP's threads go to sleep 1 ms after a kernel.
 
     By default they spin for 200 ms, on a core that a data loader or another rank could use.
 
@@ -136,10 +136,10 @@ def _limit_spinning(folder: Path) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Makes the C library keep memory that a step frees, for the next step.
+    """Makes the C library keep the memory that a step frees for the next step.
 
     By default it returns blocks above 32 MB, and free memory at the top of the heap, to the kernel,
-    which then has to clear every page again: a tenth of a step of RT-DETR.
+    which then has to clear every page again: this takes a tenth of the step time of RT-DETR.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it, musl does not
     if mallopt is not None:
@@ -235,7 +235,7 @@ def layout(shape: tuple[int, ...], block: int, dtype: str = "float32") -> Descri
 
 
 def _describe_tag(shape: Sequence[int], tag: int, dtype: str = "float32") -> c_void_p:
-    """Creates the layout of a tag; with `_ANY` the primitive chooses it."""
+    """Creates the layout of a tag; with `_ANY`, the primitive chooses the layout."""
     return _create(
         "memory_desc_create_with_tag", len(shape), _dims(shape), _DATA_TYPES[dtype][0], tag
     )
@@ -252,7 +252,7 @@ class _Primitive:
         self.outputs = [descriptor for _, descriptor in outputs]
         places = [*inputs, *outputs]
         self.arguments, self.memories = (_Argument * len(places))(), []
-        # Memory objects are created once; a call only sets the addresses of its tensors.
+        # Memory objects are created once; each call only sets the addresses of the tensors.
         for slot, (index, descriptor) in zip(self.arguments, places, strict=True):
             memory = _create("memory_create", descriptor.handle, library().engine, c_void_p(0))
             self.memories.append(memory)
@@ -317,12 +317,12 @@ class Reorder:
         self.primitive = _Primitive(description, [(_SRC, source)], [(_DST, target)])
 
     def __call__(self, buffer: Tensor) -> Tensor:
-        """Returns `buffer` in the target layout; itself if the layouts are equal."""
+        """Returns `buffer` in the target layout; `buffer` itself if the layouts are equal."""
         return buffer if self.primitive is None else self.primitive(buffer)[0]
 
 
 class _WeightedOperation:
-    """Kernels of an operation with weights, with reorders.
+    """Kernels of an operation with weights, including reorders.
 
     Attributes:
         x, y: layouts of the kernel; x_given, y_given: layouts outside.
@@ -395,12 +395,13 @@ class _WeightedOperation:
 
 
 class Convolution(_WeightedOperation):
-    """Kernels of a convolution of one shape, with reorders.
+    """Kernels of a convolution of one shape, including reorders.
 
     Args:
         x_shape [B, C, H, W]; w_shape [O, C / groups, kh, kw]; stride, padding, dilation [y, x].
         x_block: layout of x and of its gradient; see `layout`.
-        keeps_layout: y and its gradient are in oneDNN's layout, if that has a name; else row-major.
+        keeps_layout: whether y and its gradient are in oneDNN's layout, if that has a name; else
+            row-major.
         dtype: dtype of the kernels; they sum products of bfloat16 in float32, and parameters and
             their gradients are always float32.
         x_dtype, y_dtype: dtypes of x and y outside the kernels.
@@ -430,7 +431,7 @@ class Convolution(_WeightedOperation):
         )  # fmt: skip
         x = _layout(forward, _Q_SRC, x_shape, dtype)
         y = _layout(forward, _Q_DST, y_shape, dtype)
-        # First in the layouts of the forward kernel, which saves two reorders.
+        # Try the layouts of the forward kernel first, which saves two reorders.
         to_data, kernel_name = None, c_char_p()
         with suppress(OneDNNError):
             to_data = _describe(
@@ -518,7 +519,7 @@ class BatchNorm:
     def infer(
         self, x: Tensor, scale: Tensor, shift: Tensor, mean: Tensor, variance: Tensor
     ) -> Tensor:
-        """Returns y by running statistics."""
+        """Returns y, computed from the running statistics."""
         return self._infer(x, scale, shift, mean, variance)[0]
 
     def gradient(
@@ -598,7 +599,7 @@ class Attention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns the result, and the weights [B, H, N, N] that it needs for `gradient`."""
+        """Returns the result, and the weights [B, H, N, N] that `gradient` needs."""
         # In place: the logits [B, H, N, N] are the largest tensor here.
         (logits,) = self._pair_product(q, k)
         if bias is not None:
@@ -693,7 +694,7 @@ def _pooling(
 
 
 def max_pool(x: Descriptor, size: int, stride: int = 1) -> MapKernel:
-    """Creates a max pooling of square windows (odd) around every `stride`-th cell."""
+    """Creates a max pooling over square windows (of odd size) around every `stride`-th cell."""
     y = x
     if stride > 1:
         assert x.block is not None

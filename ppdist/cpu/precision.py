@@ -37,8 +37,9 @@ class Kernels:
     Attributes:
         dtype: dtype of buffers.
         between: dtype of the feature maps that layers with batch norm output.
-        made_by: module with the classes and functions of onednn.py; tests replace it.
-        missing: returns the reason why this machine cannot use them; "": it can.
+        made_by: module with the classes and functions of onednn.py, which create the kernels; tests
+            replace it.
+        missing: returns the reason why this machine cannot use the kernels; "" if it can.
     """
 
     dtype: str = "float32"

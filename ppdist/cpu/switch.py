@@ -10,10 +10,10 @@ check takes a fifth of a small run's start, and its result depends only on this 
 Paddle, this code and the model, so `check_once` stores a pass in $XDG_CACHE_HOME or ~/.cache; a
 failure is never stored.
 
-Layers of ppdist/models/ join and scale feature maps by models/functional.py alone, which
-feature_maps.py computes; so between them maps stay in oneDNN's layout, and in bfloat16 where it
-computes in that.  Any other layer, and all within it, gets maps as Paddle's operators take them: a
-detector of a plug-in may use any operator.
+Layers of ppdist/models/ combine and scale feature maps only with models/functional.py, whose
+operations feature_maps.py computes; so between them maps stay in oneDNN's layout, and in bfloat16
+where it computes in bfloat16. Any other layer, and everything inside it, gets maps in the form that
+Paddle's operators take: a detector of a plug-in may use any operator.
 """
 
 import json
@@ -49,8 +49,8 @@ from ppdist.models.layers import ConvBNLayer, RepConv
 
 LAYER_TOLERANCE = 2e-4  # of the largest value; measured 1e-7 to 1e-5, a wrong kernel gives > 1e-1
 MODEL_TOLERANCE = 2e-3  # of the gradient's norm over all parameters; measured 2e-5 to 4e-5
-# In bfloat16, of a norm: if ReLU passes one value more or less, the largest difference is as large
-# as the largest value.  Measured 0.01, with ReLU 0.11; a wrong kernel gives > 1.
+# In bfloat16, relative to a norm: if ReLU passes one value more or less, the largest difference is
+# as large as the largest value. Measured 0.01, with ReLU 0.11; a wrong kernel gives > 1.
 BFLOAT16_LAYER_TOLERANCE = 0.25
 # In a fresh deep model, rounding or noise of 2**-9 in the images changes the direction of the
 # gradient (measured 0.06 to 1.5 of the norm), but not its length (measured 0.93 to 1.05).
@@ -80,7 +80,7 @@ _PLAIN_CLASSES = {fast: plain for plain, fast in _ONEDNN_CLASSES.items()}
 def use_onednn(model: nn.Layer) -> int:
     """Switches a model's layers to oneDNN, in place; returns the number of convolutions.
 
-    Ranks may differ in this: the values agree up to rounding.
+    Some ranks may use oneDNN and others not: the values agree up to rounding.
 
     Raises: OSError, onednn.OneDNNError: no usable library, which `self_check` reports before.
     """
@@ -114,7 +114,7 @@ def _keep_layouts(layer: nn.Layer, is_ours: bool) -> None:
 
 
 def _change_classes(model: nn.Layer, classes: dict[type[nn.Layer], type[nn.Layer]]) -> int:
-    """Changes the class of layers; returns the number of convolutions among them."""
+    """Changes the classes of layers; returns the number of convolutions among them."""
     count = 0
     for layer in model.sublayers(include_self=True):
         if type(layer) in classes:
@@ -127,8 +127,8 @@ def check_once(check: Callable[[], str | None], model: Any) -> str | None:
     """Runs a check unless it has passed on this machine before.
 
     Args:
-        check: returns None if all agree, else the reason.
-        model: everything that defines the model, its code, too, in types that JSON has.
+        check: returns None if it passes, else the reason of the failure.
+        model: everything that defines the model, including its code, in JSON types.
     Returns: the reason of a failure; None: it passed.
     """
     libraries = sorted((Path(paddle.__file__).parent / "libs").glob("*dnn*"))
@@ -158,10 +158,10 @@ def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> s
     what follows; linear layers, layer norm and attention by the shape of their weights.  For each
     kind, the check compares output, gradients of input and parameters, and running statistics;
     for the model, with SiLU in all layers, a scalar of its outputs on two small images and the
-    gradients of all parameters.  Both have to agree on one of _DRAWS inputs: a wrong kernel is
-    wrong on all, rounding at ReLU's zero on few.
-    It takes 1-3 s, does not use Paddle's random generators, and leaves values, gradients, mode and
-    classes of the model (plain or switched) as they were.
+    gradients of all parameters.  Both have to agree on one of _DRAWS inputs: a wrong kernel differs
+    on all inputs, rounding at ReLU's zero only on few. It takes 1-3 s, does not use Paddle's random
+    generators, and leaves values, gradients, mode and classes of the model (plain or switched) as
+    they were.
 
     Args:
         size: side of the two images in pixels: twice the largest stride, because batch norm over
@@ -244,7 +244,7 @@ def _check_layer(
 
 @contextmanager
 def _smooth_activations(model: nn.Layer) -> Iterator[None]:
-    """Gives a model's layers SiLU, and their own activations back afterwards.
+    """Sets the activations of a model's layers to SiLU, and restores them afterwards.
 
     ReLU's derivative jumps at zero: in a deep net the rounding of one sum, on whichever kernels,
     changes the gradient by up to 0.04 of its norm, more than many wrong kernels would.  Each kind
@@ -271,7 +271,7 @@ def _difference(actual: np.ndarray, expected: np.ndarray, dtype: str) -> str | N
         agrees = error <= LAYER_TOLERANCE * max(largest, 1e-3)
         return None if agrees else f"{error:.2g} where the largest value is {largest:.2g}"
     norm, error = (float(np.linalg.norm(values)) for values in (expected, actual - expected))
-    # One number (the gradient of alpha) sums thousands of terms, which may cancel.
+    # A single number (the gradient of alpha) is the sum of thousands of terms, which may cancel.
     norm = max(norm, 1e-3 if expected.size > 1 else 10.0)
     agrees = error <= BFLOAT16_LAYER_TOLERANCE * norm
     return None if agrees else f"{error / norm:.2g} of its norm, in {dtype}"
@@ -316,7 +316,7 @@ def _compute_both(
 ) -> tuple[_Measurements, _Measurements]:
     """Runs `call` with the layer plain and on oneDNN; returns the two results.
 
-    The layer is plain before and after, and gets back its running statistics and gradients.
+    The layer is plain before and after; its running statistics and gradients are restored.
     """
     statistics = {n: t for n, t in layer.state_dict().items() if t.stop_gradient}
     kept_statistics = {name: tensor.numpy().copy() for name, tensor in statistics.items()}

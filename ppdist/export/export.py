@@ -2,12 +2,12 @@
 
     model -> fuse_for_deployment -> RawModel or ModelWithNMS -> save_graph -> Paddle Inference
                                                              -> convert_to_onnx -> ONNX
-    every file is loaded again and compared with the model; only then it takes its place
+    every file is loaded again and compared with the model before it is moved into place
 
-The graph takes raw RGB pixels 0..255, unless asked for normalised ones, and contains normalisation,
-decoding and, of a detector where asked, the non-maximum suppression.  `infer.yml` beside it
-(ppdist/export/spec.py) has the rest.  An export can be tried on images of a data set, with COCO's
-mAP of the model and its files on the same images.
+The graph takes raw RGB pixels 0..255, or normalised pixels if requested, and contains
+normalisation, decoding and, optionally for detectors, the non-maximum suppression. `infer.yml`
+beside it (ppdist/export/spec.py) contains the other settings. An export can be evaluated on images
+of a data set, by the COCO mAP of the model and of its files on the same images.
 """
 
 import copy
@@ -113,7 +113,7 @@ _KEPT_OUTPUTS = (
 class ExportReport:
     """The result of an export, and how well it agreed with eager.
 
-    image: path of one of the validation set; "": none was at hand.
+    image: path of an image of the validation set; "": none was available.
     """
 
     directory: Path
@@ -135,27 +135,27 @@ def export_model(
     validation: DetectionSet | None = None,
     int8_loss: float = INT8_LOSS,
 ) -> ExportReport:
-    """Writes `directory` with the model in each format, and infer.yml.
+    """Writes the model in each format, and infer.yml, to `directory`.
 
-    Everything is written to a draft, loaded again and compared with `model` in eager mode on the
-    CPU (generated pictures and `samples`; Paddle's with and without oneDNN); only when all agree
-    (ppdist/export/verify.py has the tolerances) the draft takes its place.  In an earlier export
-    the files of the same names are replaced and all others stay; any other folder is refused.
-    `model` itself is not changed.  Only one process may call this.
+    Everything is written to a draft folder, loaded again and compared with `model` in eager mode on
+    the CPU (on generated pictures and `samples`; Paddle's files with and without oneDNN). Only if
+    all agree (ppdist/export/verify.py has the tolerances) is the draft moved into place. In the
+    folder of an earlier export, files of the same names are replaced and all others stay; any other
+    existing folder is refused. `model` itself is not changed. Only one process may call this.
 
     Args:
-        model: a detector, or a classifier: it gives probabilities_BC.
+        model: a detector, or a classifier, which outputs probabilities_BC.
         spec: input size, thresholds and class names; the `paddle` and `onnx` parts are filled in
-            here.  `input.dynamic_batch` / `dynamic_size` decide what stays free in the graph, and
-            `input.normalised` whether it takes normalised pixels (`normalisation_of`).
-        nms_in_graph: the graph of a detector ends with its suppression.
+            here.  `input.dynamic_batch` / `dynamic_size` decide which axes are dynamic in the
+            graph, and `input.normalised` whether it takes normalised pixels (`normalisation_of`).
+        nms_in_graph: whether the graph of a detector ends with non-maximum suppression.
         samples: pictures_3HW, float32 RGB 0..255, of the size in `spec`.
-        calibration: pictures like `samples`, of the training split; if there are any, the ONNX
+        calibration: pictures like `samples`, from the training split; if there are any, the ONNX
             model is also written in 8-bit integers.
-        validation: SAMPLE_IMAGES of it give mAP before and after quantisation, for infer.yml; None:
-            it is not measured.
+        validation: SAMPLE_IMAGES of its images are used to measure mAP before and after
+            quantisation, for infer.yml; None: mAP is not measured.
         int8_loss: see `ExportOptions`; without `validation`, raw scores may be off by this or
-            INT8_SCORE, whichever is more.
+            INT8_SCORE, whichever is greater.
 
     Raises: ExportError: the model cannot be exported, or a file computes something else.
     """
@@ -174,7 +174,7 @@ def export_model(
     earlier = _require_free(directory, {SPEC_FILE, *names})
     spec = spec.model_copy(update={"earlier": tuple(sorted(earlier))})
     refused: dict[str, str] = {}
-    # The check must not depend on a card's rounding.
+    # The check must not depend on the rounding of a GPU.
     with device.on_cpu(), draft_folder(directory) as draft:
         eager = deployment_copy(model)
         images = decided_batches(eager, check_images(spec.input, samples))
@@ -234,7 +234,7 @@ def export_model(
 class _Cases:
     """The test inputs of every exported file, with the eager model's outputs.
 
-    images: batches_B3HW as the graph takes them.
+    images: batches_B3HW in the form that the graph takes.
     """
 
     images: list[np.ndarray]
@@ -249,10 +249,10 @@ def _write_paddle(
     cases: _Cases,
     nms_in_graph: bool,
 ) -> Agreement:
-    """Writes and checks the Paddle model; scratch: holds the graph without suppression.
+    """Writes and checks the Paddle model; `scratch` receives the graph without suppression.
 
-    Without oneDNN a run takes several times as long and computes the same graph, so few images are
-    enough.
+    Without oneDNN, a run takes several times as long and computes the same graph, so a few images
+    are enough.
     """
     raw = cache_outputs(load_graphs(scratch))
     parts = {name: slice(_GENERATED if name == PLAIN else None) for name in raw}
@@ -263,8 +263,8 @@ def _write_paddle(
         ]
     )
     if nms_in_graph and isinstance(fused, Detector) and spec.nms is not None:
-        # The graph with suppression is compared with the one without, which agrees with eager
-        # already.
+        # The graph with suppression is compared with the graph without it, which has already been
+        # found to agree with eager.
         save_graph(ModelWithNMS(fused, spec.nms), draft, spec.input)
         for name, graph in load_graphs(draft).items():
             few = cases.images[: 1 if name == PLAIN else None]
@@ -301,7 +301,7 @@ def _openvino_required(needed: bool, refused: dict[str, str], section: str) -> I
     """Raises OpenVINO's ExportError if OpenVINO was requested; otherwise warns.
 
     Args:
-        refused: gets the reason under `section`, for infer.yml.
+        refused: receives the reason under the key `section`, for infer.yml.
         section: the part of infer.yml that is then left out.
     """
     try:
@@ -318,7 +318,8 @@ def _check_in_openvino(
 ) -> Agreement:
     """Checks the files of _write_onnx in OpenVINO.
 
-    If the graph with suppression is exported, the one without is checked on the first images only.
+    If the graph with suppression is exported, the graph without it is checked on the first images
+    only.
     """
     raw = load_openvino(scratch / "model.onnx")
     if spec.nms is None or not nms_in_graph:
@@ -353,7 +354,7 @@ def _write_int8(
 ) -> ModelFileSection:
     """Writes the ONNX model in 8-bit integers.
 
-    Args: scratch: holds it in float32 without suppression.
+    Args: scratch: contains the float32 model without suppression.
     """
     from ppdist.export.onnx import append_nms, quantize_onnx, sign
 
@@ -377,12 +378,12 @@ def _write_int8(
 
 
 def require_int8(runtime: str, section: ModelFileSection | None, max_loss: float) -> None:
-    """Requires a quantised file that loses little.
+    """Checks that a quantised file loses little accuracy.
 
-    Args: max_loss: of mAP; without a measured mAP the raw scores may be off by this or INT8_SCORE,
-    whichever is more.
+    Args: max_loss: largest loss of mAP; without a measured mAP, the raw scores may be off by this
+        or INT8_SCORE, whichever is greater.
 
-    Raises: ExportError: it loses more.
+    Raises: ExportError: the file loses more.
     """
     if section is None:
         return
@@ -448,7 +449,7 @@ def _require_usable(model: ImageModel, spec: InferenceSpec) -> None:
 def _add_sections(
     spec: InferenceSpec, agreement: dict[Format, Agreement], nms_in_graph: bool
 ) -> InferenceSpec:
-    """Adds to the description what was written."""
+    """Adds sections about the written files to the description."""
     is_suppressed = nms_in_graph and spec.nms is not None
     outputs = (
         _CLASS_OUTPUTS if spec.nms is None else _KEPT_OUTPUTS if is_suppressed else _RAW_OUTPUTS
@@ -471,10 +472,11 @@ def _add_sections(
 
 
 def _require_free(directory: Path, names: set[str]) -> set[str]:
-    """Requires a folder that this export may write to.
+    """Checks that this export may write to a folder.
 
     Returns: files of an earlier export that this one does not replace.
-    Raises: ExportError: the folder is not an export, or a file of these names belongs to none.
+    Raises: ExportError: the folder is not an export, or it has a file of one of these names that
+        does not belong to an export.
     """
     with _writing_to(directory):
         _move_into_place(directory)  # finish an interrupted export
@@ -499,16 +501,17 @@ def _require_free(directory: Path, names: set[str]) -> set[str]:
     return {name for name in earlier_files - names if (directory / name).is_file()}
 
 
-# Drafts are inside the folder: a mounted folder cannot be renamed, and may be on another disk than
-# its parent.  This name, without host and process, marks a draft that is complete and checked.
+# Drafts are kept inside the folder: a mounted folder cannot be renamed, and may be on another disk
+# than its parent. This name, without host and process, marks a draft that is complete and checked.
 _DRAFT = ".export"
 
 
 @contextmanager
 def draft_folder(directory: Path) -> Iterator[Path]:
-    """Makes a temporary folder whose files move into `directory` if the block succeeds.
+    """Creates a temporary folder whose files are moved into `directory` if the block succeeds.
 
-    Other files there are not touched.  The next export finishes a move that was interrupted.
+    Other files in `directory` are not touched. If a move is interrupted, the next export finishes
+    it.
     """
     is_new = not directory.exists()
     draft = draft_of(directory.resolve() / _DRAFT[1:])
@@ -538,14 +541,14 @@ def _writing_to(directory: Path) -> Iterator[None]:
 def _move_into_place(directory: Path) -> None:
     """Moves a complete draft into place; removes drafts of ended processes.
 
-    infer.yml is removed first and moved last, because a folder without it is not an export: nobody
-    can load a mixture of two.
+    infer.yml is removed first and moved last: a folder without it is not an export, so a mixture of
+    two exports can never be loaded.
     """
     draft = directory / _DRAFT
     if draft.is_symlink():  # an archive may hold a link: nothing is moved from where it leads
         draft.unlink()
     if (draft / SPEC_FILE).is_file():
-        # From here until the last move the folder is no export, so nobody loads a mixture.
+        # From here until the last move, the folder is not an export, so no mixture can be loaded.
         (directory / SPEC_FILE).unlink(missing_ok=True)
         files = [path for path in draft.rglob("*") if path.is_file()]
         for file in sorted(files, key=lambda file: file.name == SPEC_FILE):
@@ -563,12 +566,12 @@ def _move_into_place(directory: Path) -> None:
 
 # --- the graph -----------------------------------------------------------------------------------
 
-# No code below a forward branches on a tensor, and sizes come from `paddle.shape`.  So its source
-# need not be translated: `not_to_static` makes the same graph sooner.
+# No code called by a `forward` branches on a tensor, and sizes come from `paddle.shape`. So the
+# source need not be translated: `not_to_static` builds the same graph faster.
 
 
 class RawModel(nn.Layer):
-    """A model without suppression, as the graph of an export.
+    """A model without suppression, in the form that is exported as a graph.
 
     images_B3HW (float32 RGB 0..255) -> decoded outputs: scores_BNC and boxes_BN4 in input pixels of
     a detector, probabilities_BC of a classifier.
@@ -584,7 +587,7 @@ class RawModel(nn.Layer):
 
 
 class ModelWithNMS(nn.Layer):
-    """A detector with its suppression, as the graph of an export.
+    """A detector with its suppression, in the form that is exported as a graph.
 
     images_B3HW (float32 RGB 0..255) -> rows_R6 (class, score, xyxy input pixels), count_B.
     """
@@ -617,11 +620,11 @@ def deployment_copy(model: Model) -> Model:
 
 
 def fuse_for_deployment(model: Model, normalised_input: bool) -> Model:
-    """Makes a deployment copy that computes the same with the fewest operations.
+    """Creates a deployment copy that computes the same with the fewest operations.
 
     Branches are merged, and batch norms and the pixel scale are folded into convolutions.
 
-    Args: normalised_input: the copy does not normalise pixels at all.
+    Args: normalised_input: the copy takes normalised pixels and does not normalise them itself.
     """
     fused = deployment_copy(model)
     fused.fuse()
@@ -634,9 +637,9 @@ def fuse_for_deployment(model: Model, normalised_input: bool) -> Model:
 
 
 def save_graph(model: nn.Layer, directory: Path, description: InputSection) -> None:
-    """Saves a layer of one image input as directory/model.{json,pdiparams}; it becomes static.
+    """Saves a layer with one image input as directory/model.{json,pdiparams}; makes it static.
 
-    Raises: ExportError: Paddle cannot trace or save it.
+    Raises: ExportError: Paddle cannot trace or save the layer.
     """
     height, width = description.size
     shape = [
@@ -671,7 +674,7 @@ paddle2onnx.export(program, weights, file, opset_version=int(opset), optimize_to
 
 
 def require_onnx(int8: bool) -> None:
-    """Requires the packages that make and check ONNX files.
+    """Checks that the packages that create and check ONNX files are installed.
 
     Raises: ExportError: one is missing.
     """
@@ -687,7 +690,7 @@ def require_onnx(int8: bool) -> None:
 
 
 def require_openvino() -> None:
-    """Requires OpenVINO.
+    """Checks that OpenVINO is installed.
 
     Raises: ExportError: it is not installed.
     """
@@ -703,7 +706,7 @@ def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None
     """Converts a graph that `save_graph` wrote.
 
     Args: outputs: names of the file's outputs.
-    Raises: ExportError: the converter refused or crashed, or the disk is full.
+    Raises: ExportError: the converter rejects the graph or crashes, or the disk is full.
     """
     program, weights = (str(directory / name) for name in ("model.json", "model.pdiparams"))
     need, free = 2 * os.path.getsize(weights), shutil.disk_usage(file.parent).free
@@ -715,7 +718,7 @@ def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None
             fix="make room or choose another --out",
         )
     command = python(_CONVERT, program, weights, str(file), str(ONNX_OPSET))
-    # The conversion computes on the CPU and should occupy no card.
+    # The conversion runs on the CPU and should not occupy a GPU.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -748,7 +751,7 @@ def _find_reason(output: str) -> str:
 def _simplify(file: Path, outputs: Sequence[str]) -> None:
     """Folds constants, merges operations into standard operators, names outputs and axes.
 
-    1480 nodes of PP-YOLOE become 417.
+    It reduces the graph of PP-YOLOE from 1480 nodes to 417.
     """
     import onnx
     import onnxruntime
@@ -757,7 +760,7 @@ def _simplify(file: Path, outputs: Sequence[str]) -> None:
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    # Higher levels fuse operators into some that only ONNX Runtime has.
+    # Higher levels fuse nodes into operators that only ONNX Runtime has.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.optimized_model_filepath = str(file)
     try:
@@ -860,8 +863,8 @@ def select_readable(
 
 # --- mAP before and after ------------------------------------------------------------------------
 
-# Largest error of a raw score where no mAP shows what quantisation costs.  Sound files were off by
-# 0.05 to 0.25, a wrong one by 0.33 to 0.54.
+# Largest accepted error of a raw score where no mAP shows the cost of quantisation. Correct files
+# were off by 0.05 to 0.25, a wrong one by 0.33 to 0.54.
 INT8_SCORE = 0.3
 
 
@@ -879,13 +882,13 @@ def take_sample(
     spec: InferenceSpec,
     count: int = SAMPLE_IMAGES,
 ) -> Sample | None:
-    """Samples images evenly over a set and measures mAP before export.
+    """Samples images evenly from a data set and measures mAP on them before export.
 
     An unreadable image is replaced by the next one.
 
     Args:
         predict: the model before export.
-    Returns: None: no image is readable, or none of them has an object.
+    Returns: the sample; None: no image is readable, or none of them contains an object.
     """
     records: list[ImageRecord] = []
     rows: list[np.ndarray] = []
@@ -922,8 +925,8 @@ def add_accuracy(
     """Adds the mAP of the quantised file on the sample to the spec.
 
     Args:
-        directory: holds the files that the spec names.
-        needs_openvino: False: leave out of the spec what fails in OpenVINO.
+        directory: folder with the files that the spec names.
+        needs_openvino: if False, files that fail in OpenVINO are left out of the spec.
     """
     options = {
         "onnx_int8": RuntimeOptions(backend="onnx", precision="int8"),

@@ -6,8 +6,8 @@
 
 (without an iou_threshold only the second line).  It is written with ONNX's own operators: the
 converter's translation of Paddle's suppression keeps other boxes and takes only one image.  Only
-those are used that TensorRT's parser lists (docs/deploy.md, Which runtime reads which file), so no
-Compress, and no TopK over all images, whose length is not known before.
+operators that TensorRT's parser lists are used (docs/deploy.md, Which runtime reads which file), so
+no Compress, and no TopK over all images, whose length is not known in advance.
 
     model.onnx + calibration pictures -> ranges of the activations -> model_int8.onnx
 
@@ -15,7 +15,7 @@ Quantised convolutions run on integers: weights int8 with a scale for each outpu
 inputs and outputs uint8, with one for each tensor.  The last convolution of
 each branch stays float32, and so does what follows: one tensor holds logits of box and class, whose
 ranges 256 steps would not serve, and boxes reach over hundreds of pixels.
-docs/dev/export_matrix.md has what was tried.
+docs/dev/export_matrix.md describes the alternatives that were tried.
 """
 
 import logging
@@ -47,7 +47,7 @@ class _Builder:
     def __init__(self, graph: "onnx.GraphProto", prefix: str = "nms") -> None:
         """Wraps a graph.
 
-        Args: prefix: of all names here; unique per graph in a file.
+        Args: prefix: prefix of all names in this graph; unique per graph in a file.
         """
         self.graph, self.prefix = graph, prefix
 
@@ -73,7 +73,7 @@ class _Builder:
     def cast(self, name: str, kind: str) -> str:
         """Appends a cast; returns the name of its output.
 
-        Args: kind: as onnx.TensorProto names it.
+        Args: kind: name of the type in onnx.TensorProto.
         """
         from onnx import TensorProto
 
@@ -97,7 +97,8 @@ class _Builder:
 def sign(file: Path, texts: Mapping[str, str]) -> None:
     """Names ppdist as the producer of an ONNX file, and sets entries of its `metadata_props`.
 
-    Other entries stay.  Recorded shapes between nodes are deleted; runtimes infer their own.
+    Other entries stay.  Recorded shapes of intermediate values are deleted; runtimes infer their
+    own.
     """
     import onnx
     from onnx import helper
@@ -110,7 +111,7 @@ def sign(file: Path, texts: Mapping[str, str]) -> None:
     onnx.save(model, str(file))
 
 
-# Names of the axes that have no fixed size.
+# Names of the axes without a fixed size.
 INPUT_AXES = ("batch", "channels", "height", "width")
 OUTPUT_AXES = ("batch", "predictions")
 
@@ -127,8 +128,9 @@ def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
 
     Args:
         raw: the first two outputs are scores_BNC and boxes_BN4.
-        file: gets the outputs `rows` [R, 6] (class, score, xyxy as in boxes_BN4; image after
-            image, best first) and `count` [B] int32, the number of rows of each image.
+        file: path of the copy, which has the outputs `rows` [R, 6] (class, score, xyxy as in
+            boxes_BN4; image after image, best first) and `count` [B] int32, the number of rows of
+            each image.
     """
     import onnx
     from onnx import TensorProto, helper
@@ -203,7 +205,7 @@ def _append_suppression(
 ) -> str:
     """Appends ONNX's own suppression; scores_BCN become zero where it drops the box."""
     best_BCN = _best_candidates(graph, scores_BCN, nms)
-    # (image, class, prediction) of each box kept.  No class can keep more boxes than an image may.
+    # (image, class, prediction) of each box kept. No class can keep more boxes than an image can.
     kept_M3 = graph.add(
         "NonMaxSuppression", boxes_BN4, best_BCN, graph.constant([nms.keep]),
         graph.constant([iou_threshold], np.float32),
@@ -217,7 +219,7 @@ def _append_suppression(
 def _best_class_only(graph: _Builder, scores_BNC: str) -> str:
     """Keeps the score of each prediction's best class; zeroes the others.
 
-    Zero passes no threshold.  On ties the first class wins.
+    A score of zero passes no threshold. On ties the first class wins.
     """
     best_BN1 = graph.add("ArgMax", scores_BNC, axis=2, keepdims=1)
     size = graph.add("Gather", graph.add("Shape", scores_BNC), graph.constant(2))
@@ -227,7 +229,7 @@ def _best_class_only(graph: _Builder, scores_BNC: str) -> str:
 
 
 def _merge_classes(graph: _Builder, scores_BNC: str) -> tuple[str, str]:
-    """Makes one class of all; returns scores_BN1 and labels_BN1 (float32) of the best ones.
+    """Merges all classes into one; returns scores_BN1 and labels_BN1 (float32) of the best classes.
 
     On ties the first class wins.
     """
@@ -320,7 +322,7 @@ def quantize_onnx(
 
 
 def last_convolutions(graph: "onnx.GraphProto") -> list[str]:
-    """Finds the names of the convolutions that no other one depends on."""
+    """Finds the names of the convolutions that no other convolution depends on."""
     needed: set[str] = set()  # values that some later convolution depends on
     names = []
     for node in reversed(graph.node):  # ONNX lists a node after those it depends on
@@ -339,7 +341,7 @@ def _name_nodes(graph: "onnx.GraphProto") -> None:
 
 
 class _Reader:
-    """The reader that feeds pictures one by one to ONNX Runtime's calibration."""
+    """Reader that feeds pictures one by one to ONNX Runtime's calibration."""
 
     def __init__(
         self, input_name: str, pictures: Sequence[np.ndarray], spec: InferenceSpec

@@ -4,8 +4,8 @@
     rows_R6, ... = predict(images_B3HW)                   EagerPredictor, ExportedPredictor
     rows_R6 = detect(predict, image_HW3, size)            an image of any size, boxes in its pixels
 
-ppdist/predict/ runs them on files, videos and cameras.  docs/dev/performance.md has what each
-option of the runtimes gained.
+ppdist/predict/ runs them on files, videos and cameras.  docs/dev/performance.md lists the speed-up
+from each option of the runtimes.
 """
 
 import logging
@@ -98,7 +98,7 @@ class Predictor(Protocol):
 
 
 class EagerPredictor:
-    """A dygraph model as it stands; it is put into eval mode."""
+    """A dygraph model used directly; it is put into eval mode."""
 
     def __init__(self, model: Detector, nms: NMSConfig) -> None:
         self.model, self.nms = model, nms
@@ -114,10 +114,11 @@ class ExportedPredictor:
     """An exported detector in one of its runtimes.
 
     Args:
-        directory: holds infer.yml and the files it names.
-        options: the runtime, which decides about the file, and how it runs.
-        spec: the description of the files; None: infer.yml.
-    Raises: ExportError: there is no exported model, or of another task, or none for these options.
+        directory: folder with infer.yml and the files it names.
+        options: the runtime, which determines the file to load, and the settings of the runtime.
+        spec: the description of the files; None: it is read from infer.yml.
+    Raises: ExportError: there is no exported model, it is for another task, or none fits these
+        options.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ def open_exported(
 
     Args: spec: the description of the export.
     Returns: the file's description, and its loaded graph.
-    Raises: ExportError: it is not there, or the runtime refuses it.
+    Raises: ExportError: the file does not exist, or the runtime rejects it.
     """
     is_int8 = options.precision == "int8"
     form, name, remedy = {
@@ -185,7 +186,7 @@ def open_exported(
 
 
 def graph_input(images_B3HW: np.ndarray, spec: InferenceSpec) -> np.ndarray:
-    """Converts images to graph input: 0..255, or normalised if infer.yml says so."""
+    """Converts images to graph input: 0..255, or normalised if infer.yml requires it."""
     if spec.input.normalised is None:
         return images_B3HW
     mean, std = spec.input.normalised.mean, spec.input.normalised.std
@@ -220,8 +221,9 @@ def detect(
     Args:
         image_HW3: uint8 RGB, any size.
         size: height and width of the model's input.
-        resize: how the image becomes that size (`resize.mode` of infer.yml).
-    Returns: rows_R6 (class, score, x1, y1, x2, y2), pixels of the image, inside it, best first.
+        resize: how the image is resized to that size (`resize.mode` of infer.yml).
+    Returns: rows_R6 (class, score, x1, y1, x2, y2), in pixels of the image, clipped to it, best
+        first.
     """
     rows_R6 = predict(prepare(image_HW3, size, resize)[None])[0].copy()
     height, width = image_HW3.shape[:2]

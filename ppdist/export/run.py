@@ -1,4 +1,4 @@
-"""Exports weights, checked on the data of their config."""
+"""Exports weights and checks the files on the data of their config."""
 
 import re
 from collections.abc import Callable
@@ -37,24 +37,25 @@ def export_weights(
     warn: Callable[[str], None],
     class_names: tuple[str, ...] = (),
 ) -> ExportReport:
-    """Exports the model with these weights and its infer.yml into a folder.
+    """Exports the model with these weights, and its infer.yml, to a folder.
 
-    It runs `export_model` on the device that was set before, which should be the CPU.
+    It runs `export_model` on the current device, which should be the CPU.
 
     Args:
-        model: of this config, which takes the weights.
+        model: the model of this config, into which the weights are loaded.
         warn: called about the weights' licence, images that cannot be read, and a limited training
             split.
-        class_names: used instead of those of the weights and the data, unless empty.
+        class_names: class names to use instead of those of the weights and the data, unless empty.
     Raises: ExportError: the model cannot be exported, or a file computes something else.
-        DataError: int8 without a readable training image.  WeightsError: they do not fit.
+        DataError: int8 is requested, but no training image is readable. WeightsError: the weights
+            do not fit.
     """
-    # Of a checkpoint the training has said its licence.
+    # For a checkpoint, the training run has already reported the licence.
     of_run = checkpoint_of(local_weights(weights)).is_dir()
     card = read_card_or_warn(weights, warn, derives=not of_run)
     dataset = validation_set(config, warn, card)
     spec = describe(config, dataset, card)
-    # Names that the user gives replace those of the weights, so these need not agree with the data.
+    # Class names from the user replace those of the weights, which then need not match the data.
     names = None if class_names else names_for(weights, spec.class_names)
     if class_note := load_all_weights(model, weights, names):
         warn(f"{weights}: {class_note}")
@@ -80,7 +81,7 @@ def export_weights(
 
 
 def read_lineage(weights: Path) -> LineageSection:
-    """Reads where weights come from: their digest, and their run as far as its files say."""
+    """Reads the origin of weights: their digest, and what the files of their run record about it."""
     checkpoint = checkpoint_of(local_weights(weights)).resolve()
     weights_digest = digest(checkpoint / "manifest.json" if checkpoint.is_dir() else checkpoint)
     step = re.fullmatch(r"step-(\d+)", checkpoint.name)

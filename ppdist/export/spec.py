@@ -1,9 +1,9 @@
-"""infer.yml: the description with everything that a program needs to use an exported model.
+"""infer.yml: the description of everything that a program needs to use an exported model.
 
 It accompanies every exported model and is the only source of its pre- and post-processing.  When
-the eager model predicts, the same description is made from a config, so both resize, threshold and
-map back alike.  Its text is JSON, which is also YAML: a program that deploys the model needs no
-YAML reader.
+the eager model predicts, the same description is built from a config, so that both resize images,
+filter by score and map boxes back alike. Its text is JSON, which is also YAML: a program that
+deploys the model needs no YAML reader.
 """
 
 import json
@@ -83,7 +83,7 @@ class LineageSection(Section):
 
 
 class SampleSection(Section):
-    """The COCO mAP of model and exported file on the same validation images."""
+    """The COCO mAP of the model and an exported file on the same validation images."""
 
     images: int = Field(description="How many, spread over the validation set.")
     mAP_eager: float = Field(description="Of the model before export.")
@@ -178,7 +178,7 @@ class InferenceSpec(Section):
     )
 
     def file_names(self) -> set[str]:
-        """Returns every file that exports wrote to its folder, including infer.yml."""
+        """Returns the names of all files that exports wrote to the folder, including infer.yml."""
         file_lists = [part.files for part in (self.paddle, self.onnx, self.onnx_int8) if part]
         config = {"config.pbtxt"} if self.layout == "triton" else set()
         return {
@@ -200,9 +200,10 @@ def validation_set(
 ) -> DetectionSet | None:
     """Reads the validation set with the class names; None if it is absent.
 
-    A warning reports an absent set.  Images may be absent: the annotations are enough.
+    If the set is absent, a warning is given. Images may be missing: the annotations are enough.
 
-    Args: card: of the weights, see `describe`; the warning names what comes from it instead.
+    Args: card: the card of the weights, see `describe`; the warning names what is taken from it
+        instead.
     """
     data, count = config.data, config.model.num_classes
     try:
@@ -224,12 +225,12 @@ def validation_set(
 def describe(
     config: "ExperimentConfig", dataset: DetectionSet | None, card: ModelCard | None = None
 ) -> InferenceSpec:
-    """Makes the InferenceSpec of an experiment's model as evaluated, before any export.
+    """Builds the InferenceSpec of an experiment's model in its evaluation form, without an export.
 
     Args:
-        dataset: gives class names and ids; None: the names are those of the config, else the card,
-            and the ids those of the card, else 1, 2, ... (classes of whole images: 0, 1, ...).
-        card: of the weights; also gives licence and source.
+        dataset: source of class names and ids; None: the names come from the config, else the card,
+            and the ids from the card, else they are 1, 2, ... (for a classifier: 0, 1, ...).
+        card: the card of the weights; also the source of `licence` and `source`.
     Raises: ConfigError: data.class_names does not name every class of the model.
     """
     names = selected_names(config.data)
@@ -268,7 +269,7 @@ def describe(
 
 
 def make_card(spec: InferenceSpec) -> ModelCard:
-    """Makes the model card of an export."""
+    """Builds the model card of an export."""
     shared = {key: value for key, value in spec if key in ModelCard.model_fields}
     return ModelCard(
         **{

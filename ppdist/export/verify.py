@@ -2,8 +2,8 @@
 
 The raw outputs are compared number by number.  After a non-maximum suppression that is not
 possible: one rounding can decide which of two equal boxes stays.  So the suppressed rows are
-compared with the rows that the same suppression keeps of the raw outputs, and a row may be missing
-on one side only where rounding decides about it.
+    compared with the rows that the same suppression keeps from the raw outputs, and a row may be
+    missing on one side only where rounding can decide whether it is kept.
 """
 
 from collections.abc import Sequence
@@ -43,9 +43,10 @@ Raw = tuple[np.ndarray, ...]  # scores_BNC and boxes_BN4, or probabilities_BC al
 class Agreement:
     """The largest differences from eager.
 
-    score: 0..1; the probability of a classifier.
+    score: difference of scores, which are in 0..1; for a classifier, of probabilities.
     box: pixels, of a box with a side beyond _LARGE_BOX in proportion; None: a classifier.
-    boxes: number of boxes compared; ties: boxes that only one side kept because of rounding.
+    boxes: number of boxes compared; ties: number of boxes that only one side kept because of
+        rounding.
     """
 
     score: float
@@ -68,10 +69,10 @@ def merge_agreements(agreements: Sequence[Agreement]) -> Agreement:
 
 
 def check_images(description: InputSection, samples: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Makes the batches_B3HW to compare on, float32 RGB 0..255.
+    """Builds the batches_B3HW used for comparison, float32 RGB 0..255.
 
-    They are generated pictures, also of other batch and image sizes where the graph leaves them
-    free, and the given samples.
+    They contain generated pictures, also in other batch and image sizes where these are dynamic in
+    the graph, and the given samples.
     """
     height, width = description.size
     step = description.size_multiple
@@ -99,7 +100,7 @@ def _draw_batch(batch: int, height: int, width: int) -> np.ndarray:
 
 @paddle.no_grad()
 def eager_outputs(model: ImageModel, images: Sequence[np.ndarray]) -> list[Raw]:
-    """Returns what the model decodes of each batch_B3HW."""
+    """Returns the model's decoded outputs for each batch_B3HW."""
     outputs = [model.predict(paddle.to_tensor(batch)) for batch in images]
     return [
         tuple(part.numpy() for part in (output if isinstance(output, tuple) else (output,)))
@@ -112,8 +113,8 @@ def decided_batches(model: ImageModel, images: Sequence[np.ndarray]) -> list[np.
 
     A query model selects the best cells, and attention makes every query depend on the selection.
     Where the last selected cell is as good as the next one, rounding moves all outputs by more than
-    a tolerance.  Such a batch also moves eager's outputs when its pixels move by less than they are
-    known to.
+    a tolerance.  For such a batch, eager's outputs also change when its pixels change by less than
+    their precision.
 
     Returns: all batches if every one is undecided, or if the model has no queries.
     """
@@ -144,7 +145,7 @@ def load_graphs(directory: Path) -> dict[str, Graph]:
 
 
 def load_onnx(file: Path) -> dict[str, Graph]:
-    """Loads an ONNX file in ONNX Runtime, as load_graphs."""
+    """Loads an ONNX file in ONNX Runtime, like load_graphs."""
     options = RuntimeOptions(backend="onnx", threads=_cores(), spinning=False)
     return {"ONNX Runtime": open_graph([file], options)}
 
@@ -174,7 +175,7 @@ def cache_outputs(graphs: dict[str, Graph]) -> dict[str, Graph]:
 
 
 def load_openvino(file: Path) -> dict[str, Graph]:
-    """Loads an ONNX file in OpenVINO, as load_graphs."""
+    """Loads an ONNX file in OpenVINO, like load_graphs."""
     return {"OpenVINO": open_graph([file], RuntimeOptions(backend="openvino"))}
 
 
@@ -207,9 +208,7 @@ def compare_raw(
 def measure_raw(
     graphs: dict[str, Graph], images: Sequence[np.ndarray], expected: Sequence[Raw]
 ) -> Agreement:
-    """Measures the differences as compare_raw, but for a model in fewer bits, which has no
-    tolerance.
-    """
+    """Measures the differences like compare_raw, for a model in fewer bits, without tolerances."""
     agreements = []
     for backend, graph in graphs.items():
         for batch, expected_outputs in zip(images, expected, strict=True):
@@ -226,7 +225,7 @@ def compare_suppressed(
 ) -> tuple[str, ...]:
     """Compares a graph with NMS with the raw graph's outputs after NMS.
 
-    Returns: names of the graph's outputs.
+    Returns: the names of the graph's outputs.
     Raises: ExportError: as compare_raw.
     """
     for backend, graph in graphs.items():
@@ -265,9 +264,9 @@ def _run(graph: Graph, images_B3HW: np.ndarray, backend: str) -> tuple[np.ndarra
 
 
 def raw_differences(got: Raw, true: Raw, where: str) -> Agreement:
-    """Measures the differences of the outputs for one batch.
+    """Measures the differences between the outputs for one batch.
 
-    Raises: ExportError: another shape, or numbers that are not finite.
+    Raises: ExportError: the shapes differ, or numbers are not finite.
     """
     shapes = [[list(part.shape) for part in side] for side in (got, true)]
     if shapes[0] != shapes[1]:
@@ -285,7 +284,7 @@ def raw_differences(got: Raw, true: Raw, where: str) -> Agreement:
 
 
 def _match_order(got: Raw, true: Raw) -> Raw:
-    """Reorders the predictions of `got` like those of `true`.
+    """Reorders the predictions of `got` to match the order of `true`.
 
     A query model returns the best cell's prediction first, and rounding may decide which of two
     cells is better.  So predictions that are out of place are matched with each other, the nearest
@@ -296,7 +295,7 @@ def _match_order(got: Raw, true: Raw) -> Raw:
         wrong_N = np.abs(scores_NC - true_NC).max(-1) > SCORE_TOLERANCE
         wrong_N |= _box_distance(boxes_N4, true_N4) > BOX_TOLERANCE
         (misplaced_L,) = np.nonzero(wrong_N)
-        # So many mismatches are no exchange of neighbours; the comparison reports them.
+        # This many mismatches are not swaps of neighbours; the comparison reports them.
         if len(misplaced_L) > _MOST_QUERIES:
             continue
         score_LL = np.abs(scores_NC[misplaced_L] - true_NC[misplaced_L, None]).max(-1)
@@ -352,7 +351,7 @@ def suppressed_differences(
 
 
 def _box_distance(got: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """Computes how far boxes[..., 4] are apart, scaled as Agreement.box.
+    """Computes the distance between boxes[..., 4], scaled like Agreement.box.
 
     Sides are multiples of exponentials of what the model computes, so rounding grows with them.
     """
@@ -365,17 +364,18 @@ def unexplained_rows(
 ) -> int:
     """Counts the rows without a counterpart that rounding cannot explain.
 
-    Rows of both sides count.  Rounding decides about a row at a threshold (_is_at_threshold), and
-    so about what it suppresses.
-    Args: raw: scores_NC and boxes_N4 of the image.  If given, two more cases are explained: either
-        of two overlapping rows of like scores may stay, and scores may be at the candidate limit.
+    Rows of both sides count.  Rounding can decide whether a row at a threshold is kept
+    (_is_at_threshold), and hence which rows it suppresses.
+    Args: raw: scores_NC and boxes_N4 of the image.  With it, two more cases are explained: either
+        of two overlapping rows with nearly equal scores may stay, and scores may be at the
+        candidate limit.
     """
     sides = got_R6, true_R6
     pairs_P2 = _match_rows(got_R6, true_R6)
     unmatched = [np.delete(side, pairs_P2[:, i], axis=0) for i, side in enumerate(sides)]
     explained = [_is_at_threshold(unmatched[i], sides[i], sides[1 - i], nms) for i in (0, 1)]
     overlap_GT = _iou(unmatched[0], unmatched[1], nms) >= _iou_limit(nms) - _IOU_TIE
-    # The scores of got above those of true.
+    # The scores of `got` above those of `true`.
     better_GT = unmatched[0][:, None, 1] - unmatched[1][None, :, 1]
     if raw is not None:
         alike_GT = overlap_GT & (np.abs(better_GT) <= _SCORE_TIE)
@@ -397,7 +397,7 @@ def _iou_limit(nms: NMSConfig) -> float:
 def _last_candidates(rows_R6: np.ndarray, scores_NC: np.ndarray, nms: NMSConfig) -> np.ndarray:
     """Finds the rows [R] that tie at the candidate limit of their class.
 
-    Such a score is close to that of the last candidate kept and to that of the next one.
+    Such a score is close to both the last candidate kept and the next candidate.
     """
     count, classes = scores_NC.shape
     if count <= nms.candidates or nms.iou_threshold is None:
@@ -426,8 +426,8 @@ def _is_predicted(rows_R6: np.ndarray, raw: Raw) -> np.ndarray:
 def _match_rows(got_R6: np.ndarray, true_R6: np.ndarray) -> np.ndarray:
     """Matches rows; returns their indices [P, 2] in `got_R6` and `true_R6`.
 
-    Rows match if the class is the same, and score and box are within the tolerances; the nearest,
-    each row at most once.
+    Rows match if they have the same class, and scores and boxes within the tolerances. The nearest
+    rows are matched first, each row at most once.
     """
     pairs = []
     free_R = np.ones(len(true_R6), bool)
@@ -451,15 +451,15 @@ def _is_at_threshold(
     """Returns which rows [R] that only one side kept were at a threshold.
 
     A row is at the score threshold; or at the lowest score of the other side's full list; or its
-    IoU with a better row of its class (or of any, if agnostic) is at the IoU threshold, or means
-    nothing because the box is thinner than the tolerance (without area runtimes differ, too); or
-    two classes of one box score alike and only one may stay.
+    IoU with a better row of its class (or of any, if agnostic) is at the IoU threshold, or is
+    meaningless because the box is thinner than the tolerance (runtimes also differ on boxes without
+    area); or two classes of one box have nearly equal scores and only one may stay.
     """
     scores_R = rows_R6[:, 1]
     tied_R = np.abs(scores_R - nms.score_threshold) <= _SCORE_TIE
     if len(other_R6) >= nms.keep:
         tied_R |= scores_R <= other_R6[:, 1].min() + _SCORE_TIE
-    # A box this thin has no IoU that means anything.
+    # A box this thin has no meaningful IoU.
     tied_R |= (rows_R6[:, 4:] - rows_R6[:, 2:4]).min(1) <= BOX_TOLERANCE
     all_rows = np.concatenate([own_R6, other_R6])
     is_better = all_rows[None, :, 1] >= scores_R[:, None] - _SCORE_TIE

@@ -119,7 +119,7 @@ _RIGHT_AND_DOWN = [0, 1, 0, 1]  # zeros left, right, above, below
 
 
 class HGBlock(nn.Layer):
-    """Chain of convolutions; all outputs are concatenated and mixed; plus the input where it fits."""
+    """Chain of convolutions; all outputs are concatenated and mixed; plus the input if it fits."""
 
     def __init__(
         self,
