@@ -81,7 +81,7 @@ def export_weights(
 
 
 def read_lineage(weights: Path) -> LineageSection:
-    """Reads the origin of weights: their digest, and what the files of their run record about it."""
+    """Reads the origin of weights: their digest, and what the files of their run record."""
     checkpoint = checkpoint_of(local_weights(weights)).resolve()
     weights_digest = digest(checkpoint / "manifest.json" if checkpoint.is_dir() else checkpoint)
     step = re.fullmatch(r"step-(\d+)", checkpoint.name)
