@@ -556,7 +556,7 @@ def sent_bytes() -> int | None:
     the wire.
 
     Returns: None if the kernel does not report it (a system other than Linux, or Linux before
-    4.19).
+        4.19).
     """
     if not _OPEN.is_dir():
         return None

@@ -2,7 +2,7 @@
 
 A card is named by its physical id, the number nvidia-smi shows; CUDA_VISIBLE_DEVICES lists physical
 ids (or UUIDs) and requested cards must be in it: that is how Paddle's launcher reads both.  Cards
-of another kind are taken as they are named: only Paddle's plug-in could count them.
+of another kind are used as named in the command: only Paddle's plug-in could count them.
 """
 
 import ctypes

@@ -31,7 +31,7 @@ from typing import Any
 
 from ppdist.launch.options import TOKEN_VARIABLE
 
-_LINE_BYTES = 1024 * 1024  # longer than any handshake or report that this side makes
+_LINE_BYTES = 1024 * 1024  # longer than any handshake or report that fleetrun sends
 _GREETING_BYTES = 256  # longest line before the token is proven
 _RECEIVE_BYTES = 64 * 1024
 _MOST_PIECES = 2 * _LINE_BYTES // _RECEIVE_BYTES

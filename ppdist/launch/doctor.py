@@ -32,7 +32,7 @@ _GIB = 1 << 30
 _OPENCV = (
     *("opencv-python", "opencv-python-headless"),
     *("opencv-contrib-python", "opencv-contrib-python-headless"),
-)  # each holds the module cv2
+)  # each contains the module cv2
 
 _ROOT = Path("/")
 

@@ -183,7 +183,7 @@ class Measures:
         saved = newest_checkpoint(output_dir / "checkpoints")
         if saved is not None:
             yield "ppdist_run_checkpoint_step", {}, float(saved[0])
-        # A failure loses no more than what was learned since this attempt began.
+        # A failure loses at most the progress made since this attempt began.
         began = (folder / "job.json").stat().st_mtime
         since = began if saved is None else max(began, saved[1])
         yield "ppdist_run_checkpoint_age_seconds", {}, max(0.0, time.time() - since)
@@ -221,7 +221,7 @@ def last_evaluation(path: Path) -> dict[str, Any]:
         return {}
     for line in reversed(lines):
         if b'"eval_seconds"' in line:
-            # The line is just being written, or was cut short by a crash.
+            # The line is still being written, or was cut short by a crash.
             with suppress(ValueError):
                 record = json.loads(line)
                 if isinstance(record, dict) and isinstance(record.get("step"), int):

@@ -288,7 +288,7 @@ def choose_port(
 
     Args:
         wanted: the requested port, or None.
-        first: whether this host has rank 0: only there the ports must be reachable.  The
+        first: True if this host has rank 0: only on that host must the ports be reachable.  The
             rendezvous opens its port itself, and keeps it open as long as the job lives.
         metrics_port: a port that ranks never get, because it may be opened later.
     Raises: LaunchError: a port is taken, or there is no free range.

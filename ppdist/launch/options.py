@@ -279,7 +279,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
 
 
 def _refuse_without_effect(values: Mapping[str, str], given: Mapping[str, str]) -> None:
-    """Refuses options that would change nothing.
+    """Rejects options that would have no effect.
 
     Args: given: each option as it was typed, by key.
     Raises: LaunchError.
@@ -324,7 +324,7 @@ def _wrap(text: str, indent: str) -> str:
 
 
 def refuse_stale_environment(environment: Mapping[str, str]) -> None:
-    """Refuses variables of an earlier launch, which would override this one.
+    """Rejects environment variables of an earlier launch, which would override this one.
 
     Raises: LaunchError.
     """

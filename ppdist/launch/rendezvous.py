@@ -14,7 +14,7 @@ one): where --ips begins with different hosts, the host that is called reports i
 Each host sends its own address: names in --ips may resolve late, or to another address elsewhere.
 The hub sends everybody's address to all.
 
-A token that the user may give tells the hosts of a job from strangers (connection.py).  Without a
+An optional token from the user tells the hosts of a job from strangers (connection.py).  Without a
 token there is no protection against strangers (docs/security.md).
 """
 
@@ -162,7 +162,7 @@ class Hub:
         self._begun = False  # whether the first world has begun
         self._second: Connection | None = None  # connection to the second host, see `_ask_second`
         self._digests = digests
-        self._invited: frozenset[int] = frozenset()  # hosts for which the last world has ended
+        self._invited: frozenset[int] = frozenset()  # the last world ended to let these hosts in
         self._comings: Counter[int] = Counter()  # times that a host joined without a step
         self._held: dict[int, float] = {}  # the time until which a host may not join
 

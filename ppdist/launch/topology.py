@@ -363,7 +363,7 @@ def _find_visible(
 def _refuse_absent(
     wanted: Sequence[str], visible: Sequence[str], name: str, variable: str | None
 ) -> None:
-    """Refuses requested cards that are not visible.
+    """Rejects requested cards that are not visible.
 
     Raises: LaunchError.
     """

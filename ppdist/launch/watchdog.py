@@ -2,9 +2,9 @@
 
 A rank writes what it does into its heartbeat (distributed/heartbeat.py); Linux shows whether it is
 stopped or waits for a disk.  A rank makes no progress when it is stopped, or has given no sign of
-life for longer than a step may take and waits for nobody, or when all ranks wait.  That rank is
-named, and all ranks of the host write the stacks of their threads and are killed.  No checkpoint is
-lost, because saving one needs all ranks.
+life for longer than a step may take and waits for nobody, or when all ranks wait.  The message
+names it, and all ranks of the host write the stacks of their threads and are killed.  No checkpoint
+is lost, because saving one needs all ranks.
 
 When ranks fail first, here or on another host, because they waited in vain (gloo gives up after
 30 s), the rank that made no progress here by then is named as the cause.

@@ -75,7 +75,7 @@ class Predictor:
         device: gpu needs a CUDA build of the package (onnxruntime-gpu, paddlepaddle-gpu).
         int8: True uses the quantised ONNX model of the export instead of the float32 model.
         bfloat16: True lets OpenVINO compute in bfloat16: faster, less exact, only on processors
-        with support for it.
+            with support for it.
     Raises: PredictorError: the folder holds no usable model, or no installed package can run it.
 
     Attributes:
@@ -413,7 +413,7 @@ class OnnxGraph:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        # Its warnings about unused constants are noise for users.
+        # ONNX Runtime's warnings about unused constants are noise for users.
         options.log_severity_level = 3
         options.intra_op_num_threads = threads
         options.add_session_config_entry(
@@ -424,7 +424,7 @@ class OnnxGraph:
                 str(file), options, providers=list(providers)
             )
         except Exception as error:
-            # Its exceptions have no narrower common base.
+            # ONNX Runtime's exceptions have no narrower common base class.
             raise PredictorError(f"{file}: ONNX Runtime cannot load it: {error}") from error
         # Otherwise ONNX Runtime would silently fall back to the CPU.
         if providers[0] not in self._session.get_providers():
