@@ -21,7 +21,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Makes a path absolute; one in a store becomes its URL."""
+    """Returns the absolute form of a path; for a path in an object store, its URL."""
     text = os.fspath(path)
     if text.startswith("file:/"):
         return "/" + text[len("file:") :].lstrip("/")
@@ -35,7 +35,7 @@ def holds_credentials(path: str) -> bool:
 
 
 def folder_of(root: str, name: str = "") -> Path:
-    """Joins a folder and what is relative to it; an address stays an address."""
+    """Joins `root` and `name`; a `name` that is an address replaces `root`."""
     if is_remote(name) or name.startswith("file:/"):
         root, name = name, ""
     folder = absolute(root) if root.startswith("file:/") else root
@@ -43,7 +43,7 @@ def folder_of(root: str, name: str = "") -> Path:
 
 
 def work_folder(output_dir: str | os.PathLike[str]) -> Path:
-    """Returns the local folder of a run: of s3://bucket/run it is output/s3/bucket/run.
+    """Returns the local folder of a run; for s3://bucket/run, it is output/s3/bucket/run.
 
     An output_dir on a disk stays as it is.
     """
@@ -54,7 +54,7 @@ def work_folder(output_dir: str | os.PathLike[str]) -> Path:
 
 
 class Place(NamedTuple):
-    """A path through a shard, taken apart: folder/shard/name."""
+    """A path into a shard, split into its parts: folder/shard/name."""
 
     folder: str
     shard: str
@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 
 def place_in_shard(path: str) -> Place | None:
-    """Splits a path through a tar file into folder, shard and name; None: it is no such path.
+    """Splits a path into a tar file into folder, shard and name; None for other paths.
 
     A folder on disk whose name ends with .tar is a plain folder.
     """

@@ -57,7 +57,7 @@ def python(code: str, *arguments: str) -> list[str]:
     if this process looks there at all.  Python 3.10 knows neither -P nor PYTHONSAFEPATH, so the
     code begins by setting the path: `sys` is part of the interpreter, no file hides it.
 
-    Args: code: Python source.  arguments: of the program, `sys.argv[1:]`.
+    Args: code: Python source. arguments: the program's `sys.argv[1:]`.
     """
     paths = [path for path in sys.path if path]
     paths += [os.getcwd()] if "" in sys.path else []
@@ -65,7 +65,7 @@ def python(code: str, *arguments: str) -> list[str]:
 
 
 def python_module(name: str, *arguments: str) -> list[str]:
-    """Returns a command line as `python` does, for a module that `python -m` would run."""
+    """Returns the command line that runs a module, like `python -m`; see `python`."""
     code = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
     return python(code, *arguments)
 
@@ -98,11 +98,11 @@ def start(
     It has no input and a session of its own, so that Ctrl-C reaches this process alone.
 
     Args:
-        ends_by: the signal that it gets when this process ends; 0: none.
+        ends_by: the signal sent to it when this process ends; 0: none.
         ignored: signals that it ignores.
         default: signals that end it although this process handles or holds them.
-        held: signals that it holds until it releases them.
-        settings: of subprocess.Popen.
+        held: signals that are blocked in it until it releases them.
+        settings: other arguments of subprocess.Popen.
     Raises: OSError: it cannot be started.
     """
     end_with_this = ends_with_this(ends_by) if ends_by else lambda: None
@@ -165,8 +165,8 @@ def run_command(
     Args:
         log: receives its output.
         seconds: the timeout.
-        stop: called while it runs; a true result kills it.
-    Returns: its exit code, negative for a signal; None: it was killed here.
+        stop: called repeatedly while the program runs; a true result kills the program.
+    Returns: the exit code, negative for a signal; None if the program was killed here.
     Raises: OSError: it cannot be started.
     """
     deadline = time.monotonic() + seconds
@@ -194,7 +194,7 @@ def end_with_parent(number: int, parent: int) -> None:
 
 
 def ends_with_this(number: int) -> Callable[[], None]:
-    """Prepares `end_with_parent` for a forked child, which calls the result first.
+    """Returns a function that a forked child calls first, so that it ends with this process.
 
     Call it before the fork, because another thread may hold the linker's lock during it.  The
     result does nothing outside the main thread: the kernel takes the end of the forking thread for
@@ -228,7 +228,7 @@ class ForkedChild:
     It has only the forking thread, so the function must not rely on other threads or on a device.
 
     Attributes:
-        pid: its process id; 0 once it is gone, when another process may have the id.
+        pid: its process id; 0 after it has ended, because the id may then be reused.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -266,9 +266,9 @@ class ForkedChild:
                 os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> int | None:
-        """Kills it and waits a second for its end.
+        """Kills the child and waits up to a second for it to end.
 
-        Returns: its exit code, negative for a signal; None: unknown, or it has not ended.
+        Returns: its exit code, negative for a signal; None if unknown, or if it has not ended.
         """
         self.kill()
         deadline = time.monotonic() + _REAP_SECONDS
@@ -286,7 +286,7 @@ class ForkedChild:
 
 
 def begin_in_child(work: Callable[[], object], seconds: float) -> Callable[[], str]:
-    """Begins `work` in a forked child, so that its crash harms nothing here.
+    """Starts `work` in a forked child, so that a crash does not affect this process.
 
     The child's log messages are logged here, while this process waits.
 

@@ -8,7 +8,7 @@ _MOST_SHOWN = 100  # names of a list in a message; COCO has 80
 
 
 def tell_apart(names: Sequence[str]) -> bool:
-    """Returns True if names say which class is which.
+    """Returns True if the names identify the classes.
 
     They do not if there are none, if one occurs twice, or if all are numbers (`class 3` is one).
     """
@@ -18,9 +18,9 @@ def tell_apart(names: Sequence[str]) -> bool:
 
 
 def match_classes(names: Sequence[str], other_names: Sequence[str]) -> list[int | None]:
-    """Finds the number of each class in another list of classes.
+    """Finds the index of each class in another list of classes.
 
-    Case and spaces around a name do not count; of equal names the first counts.
+    Case and surrounding spaces are ignored; of equal names, the first is used.
 
     Returns: for each name its index in `other_names`, or None.
     """
@@ -33,7 +33,7 @@ def require_same_classes(
 ) -> None:
     """Checks that two lists have the same names, in any order.
 
-    Lists that do not tell their classes apart pass: they can only be matched by number.
+    Lists whose names do not identify their classes pass: they can only be matched by number.
 
     Args:
         where: owner of `other_names`, such as a file; the message begins with it.

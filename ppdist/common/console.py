@@ -33,9 +33,9 @@ _WARNING_LINES = 2  # of each of them
 
 
 def console_on(screen: Screen) -> Console:
-    """Makes a console of plain text, also in Jupyter.
+    """Creates a plain-text console, also in Jupyter.
 
-    There rich would draw tables as HTML, and print the bar again at each move.
+    In Jupyter, rich would draw tables as HTML and print the bar again at each update.
     """
     # rich itself would trust FORCE_COLOR, which Jupyter sets.
     is_terminal = screen.isatty()
@@ -46,7 +46,7 @@ def console_on(screen: Screen) -> Console:
 
 
 class ProgressBar:
-    """The moving bar of a run, for a console on a terminal."""
+    """The progress bar of a run, for a console on a terminal."""
 
     def __init__(self, console: Console, total: int) -> None:
         """Draws nothing yet.
@@ -59,7 +59,7 @@ class ProgressBar:
         self._refreshed = 0.0
 
     def move(self, step: int, text: str) -> None:
-        """Shows how far the run is."""
+        """Shows the progress of the run."""
         # The terminal is behind, so an update would be stale when it appears.
         if TERMINAL.waiting:
             return
@@ -90,7 +90,7 @@ class ProgressBar:
         self._bar.update(self._task, description=work, refresh=True)
 
     def end(self) -> None:
-        """Takes the bar off the terminal."""
+        """Removes the bar from the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -112,7 +112,7 @@ class Opening:
     notes: int = 0
 
     def shorten(self, text: str, is_warning: bool = True) -> str:
-        """Shortens a message to the lines that are left; "": none are."""
+        """Shortens a message; returns "" if it takes more lines than are left."""
         limit = _WARNING_LINES * self.width
         text = " ".join(text.split())
         if len(text) > limit:
@@ -136,7 +136,7 @@ class Opening:
 
 
 def _shorten_words(text: str, limit: int) -> str:
-    """Shortens a message to whole words, but keeps the page or command at its end."""
+    """Shortens a message at a word boundary, but keeps the page or command at its end."""
     link = re.search(r" (`[^`]+`|\S*/\S+)$", text)
     tail = " ..." + (link[0] if link and len(link[0]) < limit // 2 else "")
     head = text[: limit - len(tail) + 1]

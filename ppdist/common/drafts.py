@@ -17,9 +17,9 @@ _ABANDONED_SECONDS = 24 * 3600.0  # after which a draft is deleted even if its p
 
 
 def remove_drafts(folder: Path, names: str) -> None:
-    """Deletes drafts of this host's ended processes, and any draft after a day.
+    """Deletes drafts of processes that have ended on this host, and drafts more than a day old.
 
-    Args: names: regular expression of the names of the files that are drafted.
+    Args: names: regular expression that matches the names of the drafted files.
     """
     pattern = re.compile(rf"\.({names})\.((?P<host>.+)\.)?(?P<pid>\d+)(\.x[0-9a-f]{{8}})?")
     for path in folder.glob(".*"):

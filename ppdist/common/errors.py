@@ -13,10 +13,10 @@ class CodedError(Exception):
         what: what happened, with the values that were found and expected.
         code: snake_case, one for each remedy; docs/errors.md lists all.
         where: file, line, key, rank or host; "" where there is no such place.
-        fix: what to do; "" where `what` says it.
+        fix: what to do; "" if `what` already says it.
 
     Attributes:
-        from_rank: the rank that failed, if this error only reports it on another one.
+        from_rank: the rank that failed, if this error only reports its failure on another rank.
     """
 
     kind = ""
@@ -79,20 +79,20 @@ class CheckpointError(UserError):
 class StorageError(CodedError, RuntimeError):
     """Storage became unreachable.
 
-    It is no user error, and a restart may succeed.
+    It is not a user error; a restart may succeed.
     """
 
     kind = "storage"
 
 
 class ExportError(UserError):
-    """A model cannot be exported, or its export computes something else."""
+    """A model cannot be exported, or its export computes different results."""
 
     kind = "export"
 
 
 class LaunchError(UserError):
-    """The processes of a run cannot be started as asked."""
+    """The processes of a run cannot be started as requested."""
 
     kind = "launch"
 
@@ -109,7 +109,8 @@ CRASH, OUT_OF_MEMORY = "crash", "out_of_memory"
 LOST_RANK, RANK_FAILED, RANK_TIMEOUT = "lost_rank", "rank_failed", "rank_timeout"
 STORE_UNREACHABLE = "store_unreachable"
 FILES_LIMIT, MEMORY_LIMIT = "open_files_limit", "memory_limit"  # of a shell, see limits.py
-# The only place where texts decide: errors of gloo, NCCL, cuDNN, cuBLAS and CUDA have no codes.
+# The only place where errors are recognised by their texts: errors of gloo, NCCL, cuDNN, cuBLAS and
+# CUDA have no codes.
 _FOREIGN_SIGNS = {
     LOST_RANK: (
         *("gloo/transport", "pair.cc", "unbound_buffer.cc", "byte_sent"),
@@ -133,7 +134,7 @@ def with_code(message: str, code: str) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns True if a smaller batch would have avoided the error."""
-    # Paddle's own ResourceExhausted arrives as this.
+    # Paddle's own ResourceExhausted is raised as a MemoryError.
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, OSError) and _has_sign(error, OUT_OF_MEMORY)
@@ -165,7 +166,7 @@ class Failure:
     from_rank: int | None = None  # see CodedError
 
     def of_rank(self, rank: int, host: str) -> "Failure":
-        """Converts a failure of this rank to the one that the other ranks report."""
+        """Converts a failure of this rank to the failure that the other ranks report."""
         is_crash = self.kind == CRASH
         return Failure(
             kind=RankError.kind if is_crash else self.kind,
@@ -175,7 +176,7 @@ class Failure:
         )
 
     def error(self) -> CodedError:
-        """Makes the error to raise in the process that receives the failure."""
+        """Builds the error to raise in the process that receives the failure."""
         error = _KINDS[self.kind](self.message, code=self.code)
         error.from_rank = self.from_rank
         return error
@@ -184,7 +185,7 @@ class Failure:
 def failure_of(error: BaseException, message: str = "") -> Failure:
     """Classifies an exception; it is a crash unless it or its cause has a code.
 
-    Args: message: for the user; the exception's text by default.
+    Args: message: text for the user; the exception's text by default.
     """
     message = message or str(error)
     link: BaseException | None = error

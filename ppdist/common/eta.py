@@ -24,7 +24,7 @@ class ETA:
 
         left = steps * step + evaluations * evaluation + saves * save    (of those still to come)
 
-    Every part is measured by itself: an average over everything since the start would be wrong
+    Every part is measured separately: an average over everything since the start would be wrong
     until the first evaluation, and again after each.
     """
 
@@ -42,27 +42,27 @@ class ETA:
         self._seconds: dict[str, float] = defaultdict(float)
         self._between = 0.0  # seconds of evaluations, saves and plots so far
         self._steps_began = 0.0  # seconds outside of these, before the first step
-        # The last step, and the seconds outside of the parts until its end.
+        # (last step, seconds from the start to its end, excluding evaluations, saves and plots)
         self._last: tuple[int, float] | None = None
         self._steps: deque[float] = deque(maxlen=_KEPT_STEPS)
         self._parts: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LAST_PARTS))
-        self._done_at = dict.fromkeys(self._every, 0)  # the last step after which it was done
+        self._done_at = dict.fromkeys(self._every, 0)  # step after which each part was last done
 
     def expect(
         self, evaluate_every: int, save_every: int, evaluation_images: int, images_per_step: int
     ) -> None:
-        """Sets what comes between the steps.
+        """Sets the intervals of evaluations and saves, and the numbers of images.
 
         Args:
             evaluate_every, save_every: optimizer steps; 0: never.  Both also come at the end.
-            evaluation_images: in one evaluation.
-            images_per_step: of all ranks.
+            evaluation_images: number of images in one evaluation.
+            images_per_step: number of images per step, over all ranks.
         """
         self._every = {EVALUATION: evaluate_every, SAVING: save_every}
         self._evaluation_steps = _EVALUATION_COST * evaluation_images / max(1, images_per_step)
 
     def remember(self, evaluation_seconds: float) -> None:
-        """Records the seconds of an evaluation before the run was resumed."""
+        """Records the duration of an evaluation from before the run was resumed."""
         self._parts[EVALUATION].append(evaluation_seconds)
 
     def begin_steps(self) -> None:
@@ -71,7 +71,7 @@ class ETA:
 
     @contextmanager
     def spending(self, part: str, step: int) -> Iterator[None]:
-        """Measures the block as a part between steps; one part may stand within another.
+        """Measures the block as a part between steps; parts may be nested.
 
         Args: step: optimizer steps done.
         """
@@ -90,7 +90,7 @@ class ETA:
 
         Args:
             step: optimizer steps done.
-            waited: seconds of it spent waiting for images.
+            waited: seconds of the step spent waiting for images.
         """
         self._seconds[IMAGES] += waited
         outside = self._clock() - self._began - self._between
@@ -100,7 +100,7 @@ class ETA:
         self._last = step, outside
 
     def seconds_left(self, step: int) -> float | None:
-        """Estimates the seconds until the end; None: too few steps were made to say.
+        """Estimates the seconds until the end of the run; None if no step was timed yet.
 
         Args: step: optimizer steps done.
         """
@@ -109,7 +109,7 @@ class ETA:
         step_seconds = self._step_seconds()
         seconds = (self._total_steps - step) * step_seconds
         for part, every in self._every.items():
-            # The number that remain, with the one of this step if it has not been done yet.
+            # Count those that remain, including this step's if it has not been done yet.
             since = max(step - 1, self._done_at[part])
             if every and since < self._total_steps:
                 assumed = self._evaluation_steps * step_seconds if part == EVALUATION else 0.0
@@ -118,7 +118,7 @@ class ETA:
         return seconds
 
     def closing_seconds(self) -> float:
-        """Returns the longest recent seconds of a step, an evaluation and a save together."""
+        """Estimates the longest time in seconds that steps, an evaluation and a save may take."""
         step_seconds = self._step_seconds() if self._steps else 0.0
         seconds = 2 * step_seconds + max(self._parts[SAVING], default=0.0)
         if self._every[EVALUATION]:

@@ -38,10 +38,10 @@ _DRAFT_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 
 
 def draft_of(path: Path) -> Path:
-    """Returns a new name beside `path`, under which to write or delete it.
+    """Returns a new path beside `path`, for writing its replacement or deleting it.
 
     It is `.NAME.HOST.PID.RANDOM`: nobody can put a link there beforehand, and a later process can
-    tell whose it was (`common.drafts.remove_drafts`).
+    tell which process created it (`common.drafts.remove_drafts`).
     """
     name = path.name
     if len(os.fsencode(name)) > _NAME_BYTES:
@@ -177,7 +177,7 @@ def make_folder(path: Path) -> None:
 def make_parent(path: Path) -> None:
     """Creates the parent folder of a file to be written.
 
-    Call it before the work whose result the file is.
+    Call it before the work that produces the file.
 
     Raises: UserError: it cannot be made, or not be written to, or the path is a folder.
     """
@@ -217,7 +217,7 @@ def require_no_links(folder: Path) -> None:
 
 
 def user_cache() -> Path | None:
-    """Returns this user's ppdist cache folder; None: the user has no home.
+    """Returns this user's ppdist cache folder; None if the user has no home folder.
 
     It lies in $XDG_CACHE_HOME or ~/.cache and holds what ppdist can recreate.
     """
@@ -265,7 +265,7 @@ def read_file(path: str | Path, most_bytes: int) -> bytes:
 
 
 def too_large(size: int, most_bytes: int, path: str | Path) -> OSError:
-    """Makes the error that `read_file` raises for a file that is too large."""
+    """Builds the error that `read_file` raises for a file that is too large."""
     return OSError(
         errno.EFBIG, f"too large: {size} bytes, expected at most {most_bytes}", str(path)
     )
@@ -415,7 +415,7 @@ class FileLock:
         return self._handle
 
     def is_current(self) -> bool:
-        """Returns True if the opened file still has its name, or if that cannot be told.
+        """Returns True if the opened file still has its name, or if this cannot be determined.
 
         If it was deleted or replaced, another process can lock a new file of this name.
         """
@@ -435,7 +435,7 @@ class FileLock:
         return True
 
     def try_acquire(self) -> bool:
-        """Takes the lock of the file that has the name now, if it is free.
+        """Takes the lock on the file that currently has the name, if it is free.
 
         Raises: OSError: the file cannot be made, or its file system has no locks.
         """
@@ -464,14 +464,14 @@ class FileLock:
     def write(self, content: bytes) -> None:
         """Writes a note for processes that find the lock taken.
 
-        On a full disk there is no note, and the lock holds all the same.
+        On a full disk no note is written, but the lock is still held.
         """
         with suppress(OSError):
             os.ftruncate(self.open(), 0)
             os.pwrite(self.open(), content, 0)
 
     def read_there(self) -> bytes:
-        """Reads the note in the file that has the name now; b"": it has none, or is absent."""
+        """Reads the note in the file that currently has the name; b"" without a note or file."""
         try:
             with open(os.open(self.path, _PROBE_FLAGS), "rb") as file:
                 return file.read(4096)
@@ -479,7 +479,7 @@ class FileLock:
             return b""
 
     def is_taken(self) -> bool:
-        """Returns True if a process holds the lock; False if the file system cannot tell."""
+        """Returns True if a process holds the lock; False if not, or if it is unknown."""
         try:
             handle = os.open(self.path, _PROBE_FLAGS)
         except OSError:
@@ -517,7 +517,7 @@ _open_locks: set[FileLock] = set()
 
 
 def _forget_locks() -> None:
-    """Closes the locks in a forked child, which holds none of its parent's."""
+    """Closes the locks in a forked child, which must not hold its parent's locks."""
     for lock in [*_open_locks]:
         lock.close()
     _held.clear()
@@ -547,7 +547,7 @@ class _Held:
 
 
 def hold(output_dir: Path, seconds: float = _LOCK_TIMEOUT_SECONDS) -> list[str]:
-    """Locks `output_dir` until this process ends, in whatever way; only on ranks that write there.
+    """Locks `output_dir` until this process ends; call it only on ranks that write there.
 
     If the folder of its checkpoints is a link, the linked folder is locked as well.
 
@@ -565,7 +565,7 @@ def hold(output_dir: Path, seconds: float = _LOCK_TIMEOUT_SECONDS) -> list[str]:
 
 
 def _hold(folder: Path, lock_folder: Path, seconds: float) -> list[str]:
-    """Locks `folder` by the file in `lock_folder`; see `hold`."""
+    """Locks `folder` with the lock file in `lock_folder`; see `hold`."""
     held = _held.get(_absolute_path(folder))
     if held is not None and held.lost is None and held.lock.is_current():
         return []
@@ -615,7 +615,10 @@ def _absolute_path(folder: Path) -> Path:
 
 
 def is_held(output_dir: Path) -> bool:
-    """Returns True if a training writes into the folder now; False if that cannot be told."""
+    """Returns True if a training run is currently writing to the folder.
+
+    It returns False if not, or if this cannot be determined.
+    """
     return FileLock(output_dir / _LOCK_FILE).is_taken()
 
 
@@ -626,7 +629,7 @@ def require_held(output_dir: Path) -> None:
     lock is made and taken again unless another process was faster.  Folders that this process has
     not locked pass.
 
-    Raises: ConfigError `output_dir_lost`: another training owns the folder now.
+    Raises: ConfigError `output_dir_lost`: another training run owns the folder now.
     """
     for held in _held_in(output_dir):
         with _check_lock:
@@ -645,7 +648,7 @@ def require_held(output_dir: Path) -> None:
 
 
 def write_if_held(output_dir: Path, write: Callable[[], object]) -> None:
-    """Calls `write` unless another training owns the folder by now; for the writing thread."""
+    """Calls `write`; raises if another training run owns the folder.  For the writing thread."""
     require_held(output_dir)
     write()
 
@@ -657,18 +660,18 @@ def give_up(output_dir: Path, error: ConfigError) -> None:
 
 
 def is_lost(output_dir: Path) -> bool:
-    """Returns True if `require_held` raises, in any thread; does not access the disk."""
+    """Returns True if the folder was found lost; safe in any thread, without disk access."""
     return any(held.lost is not None for held in _held_in(output_dir))
 
 
 def _held_in(output_dir: Path) -> list[_Held]:
-    """Lists what this process holds of a run: its folder, and that of linked checkpoints."""
+    """Lists the locks that this process holds on a run: its folder and linked checkpoints."""
     key = _absolute_path(output_dir)
     return [_held[folder] for folder in (key, key / _LINKED) if folder in _held]
 
 
 def _retake(held: _Held) -> bool:
-    """Takes a deleted or copied lock again; False: another process has one there."""
+    """Takes a deleted or copied lock again; False if another process has taken it."""
     note = held.lock.read_there()
     if note not in (b"", held.holder):  # the note of a process that runs, or has ended since
         return False

@@ -50,7 +50,7 @@ def launched_ranks() -> int:
 
 
 def read_note(name: str) -> Any:
-    """Reads a note of an earlier attempt of this job here; None: there is none."""
+    """Reads a note that an earlier attempt of this job left on this host; None without one."""
     folder = os.environ.get(JOB_DIR_VARIABLE)  # of fleetrun
     return files.read_json(Path(folder) / name) if folder else None
 
@@ -75,8 +75,8 @@ def note_saved(step: int) -> None:
 
 
 def hosts_change() -> bool:
-    """Returns True if fleetrun stops this attempt only because hosts go or come.
+    """Returns True if fleetrun stops this attempt only because hosts leave or join.
 
-    Rank 0's host alone knows it.
+    Only rank 0's host knows this.
     """
     return bool(read_note(CHANGE_NOTE))

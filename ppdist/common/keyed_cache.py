@@ -38,7 +38,7 @@ def _ignore(_: str) -> None:
 
 
 class KeyedCache:
-    """A cache of contents by key, within a limit of bytes."""
+    """A cache of byte contents by key, limited in size."""
 
     def __init__(
         self, folder: Path, most_bytes: int, say: Callable[[str], object] = _ignore
@@ -98,7 +98,7 @@ class KeyedCache:
         return None
 
     def put(self, key: str, *parts: Any) -> bool:
-        """Stores a content, given in parts; returns False if there was no space."""
+        """Stores content, passed in parts; returns False if it was not stored."""
         size = _HEAD.size + sum(len(part) for part in parts)
         # A very large entry would displace many others.
         if self._failed[0] or size > self.most_bytes // 8:
@@ -135,7 +135,7 @@ class KeyedCache:
         return place_of(self.folder, key)
 
     def _make_space(self, needed: int) -> None:
-        """Deletes old entries if the disk is full.  Raises: OSError: it still is."""
+        """Deletes old entries if the disk is full.  Raises: OSError: it is still full."""
         if _free_bytes(self.folder) >= needed + _SPARE:
             return
         self._delete_old(int(_KEPT_SHARE * self._read_size()))
@@ -193,7 +193,7 @@ class KeyedCache:
 
 
 def place_of(folder: Path, key: str) -> Path:
-    """Names the file of a key: `FOLDER/3f/3f9c...`."""
+    """Returns the path of the file for a key: `FOLDER/3f/3f9c...`."""
     name = hashlib.blake2b(os.fsencode(key), digest_size=16).hexdigest()
     return folder / name[:2] / name
 

@@ -14,10 +14,10 @@ _MIB = 1 << 20
 
 
 def require_limits(files: int = 0) -> None:
-    """Refuses limits under which the command could not even begin.
+    """Checks that the process's limits are high enough to start the command.
 
-    Args: files: number that must be open at once; 0: any.
-    Raises: UserError.
+    Args: files: number of files that must be open at once; 0 skips this check.
+    Raises: UserError: a limit is too low.
     """
     addresses = _read_limit(resource.RLIMIT_AS)
     if addresses is not None and addresses < _LEAST_ADDRESSES:
@@ -28,7 +28,7 @@ def require_limits(files: int = 0) -> None:
 
 
 def allow_files(files: int) -> None:
-    """Raises this process's limit on open files and connections to so many.
+    """Raises this process's limit on open files and connections to at least `files`.
 
     Raises: UserError: the hard limit is lower.
     """
@@ -40,7 +40,7 @@ def allow_files(files: int) -> None:
 
 
 def convert_limit_error(error: BaseException) -> BaseException:
-    """Converts an error that a low limit explains to a UserError; returns others as they are."""
+    """Converts an error caused by a low limit to a UserError; returns others unchanged."""
     code = limit_met(error)
     if code == FILES_LIMIT or (code and _read_limit(resource.RLIMIT_AS) is not None):
         return _limit_error(code)
