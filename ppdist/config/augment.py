@@ -165,7 +165,7 @@ class AugmentConfig(Section):
     @field_validator("combine_epochs", mode="before")
     @classmethod
     def _check_window(cls, window: object) -> object:
-        """Refuses windows without an epoch, and shares of the run outside 0..1."""
+        """Refuses windows that contain no epoch, and shares of the run outside 0..1."""
         if not isinstance(window, list | tuple):
             return window
         numbers = [number for number in window if type(number) in (int, float)]
@@ -185,7 +185,7 @@ class AugmentConfig(Section):
         """Returns the augmentation of one epoch, counted from 0 (epochs None: no last ones)."""
         left = math.inf if epochs is None else epochs - epoch
         if self.plain_epochs and left <= self.plain_epochs:
-            # Not a copy: what is not named here has its default, which is off.
+            # Not a copy: fields not named here have their default, which is off.
             return AugmentConfig(
                 distort=0.0,
                 expand=0.0,
@@ -211,7 +211,7 @@ class AugmentConfig(Section):
     def with_epoch_scale(self, factor: float) -> "AugmentConfig":
         """Scales the phases that are counted in epochs for a run `factor` times as long.
 
-        Rounds to whole epochs, but never to none: a phase that had an epoch keeps one.
+        Rounds to whole epochs, but never to 0: a phase of at least one epoch keeps one.
         """
         window = self.combine_epochs
         if window is not None and not self._window_in_shares:
@@ -230,7 +230,7 @@ class AugmentConfig(Section):
     def last_stage_epochs(self) -> int:
         """Returns the number of last epochs without strong augmentation.
 
-        It is 0 where strong augmentation lasts to the end of the run.
+        It is 0 if strong augmentation lasts to the end of the run.
         """
         return self.plain_epochs or self.close_mosaic_epochs
 
@@ -248,8 +248,8 @@ class AugmentConfig(Section):
     def most_zoom(self) -> float:
         """Returns the largest magnification of an image over its whole view, per axis.
 
-        A crop has crop_least ** 2 of the area at least, and 0.5 to 2 times the aspect.  Affine
-        counts as 1: a closer view magnifies the pixels that fit, as in YOLOv5.
+        A crop has at least crop_least ** 2 of the area, and 0.5 to 2 times the aspect ratio.
+        Affine counts as 1: a closer view magnifies the pixels that fit, as in YOLOv5.
         """
         always_mosaic = self.mosaic == 1 and not (self.needs_length or self.combine_epochs)
         if not self.crop or (always_mosaic and not self.copy_paste):

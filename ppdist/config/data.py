@@ -46,7 +46,7 @@ class SplitConfig(Section):
 
     @property
     def annotation_files(self) -> tuple[str, ...]:
-        """Returns files or folders, relative to data.root; none: they lie beside the images."""
+        """Returns files or folders, relative to data.root; empty if they are beside the images."""
         if isinstance(self.annotations, str):
             return (self.annotations,) if self.annotations else ()
         return self.annotations
@@ -85,7 +85,7 @@ class DataConfig(Section):
         description="Boxes: COCO JSON, Pascal VOC XML, YOLO text files. Classes of whole images, "
         "for a classifier: a folder per class, a CSV file.",
     )
-    # FREE: the set itself is compared.
+    # FREE: the data set itself is compared.
     root: Annotated[str, OnResume.FREE] = Field(
         description="Folder that everything below is relative to; format coco or csv: also in an "
         "object store (s3://bucket/folder, gs://, hf://, http://).",
@@ -205,7 +205,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check_parts(self) -> "DataConfig":
-        """Refuses credentials in addresses, and splits that the format or val_fraction excludes."""
+        """Refuses credentials in addresses, and splits that contradict format or val_fraction."""
         for key, address in (
             ("root", self.root),
             *((f"{key}.images", path) for key, part in self.splits for path in part.image_folders),
@@ -243,7 +243,7 @@ class DataConfig(Section):
         return tuple((name, part) for name, part in named if part is not None)
 
     def describe_selection(self) -> str:
-        """Describes the keys that select a part of the set; "": all of it is used."""
+        """Describes the keys that select a part of the data set; "" if all of it is used."""
         parts = [f"classes {', '.join(map(str, self.classes))}"] if self.classes else []
         parts += ["objects as one class"] if self.single_class else []
         parts += [f"{self.fraction:g} of the training images"] if self.fraction < 1 else []

@@ -87,5 +87,5 @@ class Trained(Document):
     def open_plugins(
         cls, tree: Node, problems: list[Problem], *, stored: bool = False
     ) -> type[Section]:
-        """Returns this Section with the detectors of plugins that the tree names."""
+        """Returns this Section, extended by the plugin detectors that the tree names."""
         return open_section(cls, tree, problems, stored=stored)

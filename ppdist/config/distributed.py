@@ -103,7 +103,7 @@ class DistributedConfig(Section):
         """Returns the relative speeds by which the ranks share micro-batches; None: all are equal.
 
         Args: world: number of ranks.
-        Raises: ConfigError: `shares` has another number of entries.
+        Raises: ConfigError: `shares` does not have one entry per rank.
         """
         if self.shares is None:
             return None

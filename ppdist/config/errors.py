@@ -37,7 +37,7 @@ class CrossKeyErrors(ValueError):
 
 
 def problems_of(error: ValidationError, tree: Node, schema: SectionType) -> list[Problem]:
-    """Turns a pydantic error into problems, one for each key that is wrong."""
+    """Converts a pydantic error into problems, one for each wrong key."""
     details = error.errors(include_url=False)
     paths = [_path(detail, tree) for detail in details]
     problems: dict[Path, Problem] = {}
@@ -48,7 +48,7 @@ def problems_of(error: ValidationError, tree: Node, schema: SectionType) -> list
                 key = tuple(message.partition(":")[0].split("."))
                 problems[key] = Problem(_place(detail, key, tree), message, "bad_value")
             continue
-        # A union complains once for each member; what is wrong deeper inside one says more.
+        # A union reports an error for each member; an error deeper inside one says more.
         deeper = any(len(longer) > len(path) and longer[: len(path)] == path for longer in paths)
         is_a_type = detail["type"].endswith("_type")
         if path not in problems and not (deeper and is_a_type):
@@ -61,18 +61,18 @@ def problems_of(error: ValidationError, tree: Node, schema: SectionType) -> list
 
 
 def numbers_for_text(error: ValidationError, tree: Node) -> Iterator[Path]:
-    """Yields the paths where -o gave a number and text was wanted."""
+    """Yields the paths of numbers from -o where text is expected."""
     for detail in error.errors(include_url=False):
         path = _path(detail, tree)
         node = _nearest(tree, path)
-        # In a file, quotes tell text from numbers; a shell takes them away.
+        # In a file, quotes distinguish text from numbers; a shell removes them.
         is_number = isinstance(node.value, int | float) and not isinstance(node.value, bool)
         if detail["type"] == "string_type" and is_number and node.place.line == 0:
             yield path
 
 
 def _path(detail: Any, tree: Node) -> Path:
-    """Returns pydantic's location without the union members that it names on the way."""
+    """Returns the key path in pydantic's location, without the union members in it."""
     path: list[str | int] = []
     node: Node | None = tree
     location = detail["loc"]
@@ -105,16 +105,16 @@ def _nearest(tree: Node, path: Path) -> Node:
 
 
 def _place(detail: Any, path: Path, tree: Node) -> Place:
-    """Returns the place that a message names: that of the key, or of the value."""
-    # A key is at fault where it is unknown or missing, a value elsewhere.  A mapping begins below
-    # its key, where nobody would look for the fault.
+    """Returns the position that a message names: the key's or the value's."""
+    # The key is at fault if it is unknown or missing, otherwise the value.  A mapping begins below
+    # its key, where nobody would look for the error.
     node = _nearest(tree, path)
     at_key = detail["type"] in ("extra_forbidden", "union_tag_not_found") or _is_absent(detail)
     return node.key_place if at_key or isinstance(node.value, dict) else node.place
 
 
 def _code(detail: Any, path: Path, tree: Node) -> str:
-    """Returns the error code of a detail of pydantic."""
+    """Returns our error code for one of pydantic's error details."""
     if detail["type"] == "extra_forbidden":
         return "foreign_key" if answer_key(path, _nearest(tree, path)) else "unknown_key"
     if detail["type"] == "union_tag_not_found" or _is_absent(detail):
@@ -123,7 +123,7 @@ def _code(detail: Any, path: Path, tree: Node) -> str:
 
 
 def _message(detail: Any, path: Path, tree: Node, schema: SectionType) -> str:
-    """Writes `key: what is wrong; what to do` for a detail of pydantic."""
+    """Writes `key: what is wrong; what to do` for one of pydantic's error details."""
     kind = detail["type"]
     name = dotted(path)
     node = _nearest(tree, path)
@@ -155,7 +155,7 @@ def _message(detail: Any, path: Path, tree: Node, schema: SectionType) -> str:
 
 
 def _plugin_hint(name: str) -> str:
-    """Says how a part of another package is named, where one may be."""
+    """Returns a hint on how to name a part of another package, if one is allowed."""
     of_tracker = name.startswith("log.trackers[") and name.endswith("].name")
     if not of_tracker and name not in ("model.name", "model.body", "data.format"):
         return ""
@@ -171,7 +171,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def _expected(field: FieldInfo, path: Path, tree: Node) -> str:
-    """Describes the expected type in words; for an item of a list, that of its list."""
+    """Describes the expected type in words; for a list item, the type of its list."""
     sections = matching_sections(sections_in(field.annotation), _nearest(tree, path))
     if sections and not isinstance(path[-1], int):
         return "a mapping with keys such as " + ", ".join(list(sections[0].model_fields)[:5])
@@ -231,8 +231,8 @@ def _suggest_key(path: Path, tree: Node, schema: SectionType) -> str:
     nested = [name for name in below if name.endswith(f".{key}") and name != dotted(path)]
     if len(path) > 1 and nested:  # data.augment.rotate, of data.augment.affine
         return f"did you mean {nested[0]}?"
-    # In order: a typing error of a neighbour, the very key in another section, a less similar
-    # neighbour, a typing error of a key elsewhere.
+    # In order: a mistyped key of this section, the same key in another section, a less similar key
+    # of this section, a mistyped key of another section.
     for names, cutoff in ((siblings, 0.75), ([key], 1.0), (siblings, 0.6), (list(elsewhere), 0.8)):
         for match in difflib.get_close_matches(key.lower(), names, 1, cutoff):
             if names is siblings or match in siblings:

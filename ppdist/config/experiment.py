@@ -92,7 +92,7 @@ class ExperimentConfig(Document):
 
     @property
     def suppression(self) -> NMSConfig:
-        """Returns `nms` as it is used.
+        """Returns the settings of `nms` that are actually used.
 
         It suppresses nothing where the model needs no suppression, and keeps all boxes that count
         where evaluation counts more of them than COCO does.
@@ -109,7 +109,7 @@ class ExperimentConfig(Document):
     def open_plugins(
         cls, tree: Node, problems: list[Problem], *, stored: bool = False
     ) -> type[Section]:
-        """Returns this Section with the detectors, formats, backbones and trackers of plugins."""
+        """Returns this Section, extended by detectors, formats, ... of plugins."""
         return open_section(cls, tree, problems, stored=stored)
 
     @classmethod
@@ -162,8 +162,8 @@ _DETECTORS = [section.model_fields["name"].default for section in get_args(Model
 def cross_key_errors(config: ExperimentConfig) -> Iterator[str]:
     """Yields messages for `CrossKeyErrors`, each beginning with its key.
 
-    Each part has been checked by itself; a key that would be ignored without a word is an error,
-    too.
+    Each section has already been checked separately; a key that would silently be ignored is an
+    error, too.
     """
     name, task = config.model.name, config.model.task
     if config.data.task != task:
@@ -200,7 +200,7 @@ def cross_key_errors(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _distributed_errors(config: ExperimentConfig) -> Iterator[str]:
-    """Yields conflicts between ways to share work and gradients between ranks."""
+    """Yields conflicts between ways to share work and gradients among ranks."""
     ranks, train = config.distributed, config.train
     low_precision = train.amp.enabled and train.amp.level == "O2"
     compressions = {
@@ -276,7 +276,7 @@ def _ineffective_key_errors(config: ExperimentConfig) -> Iterator[str]:
     if config.evaluate.rectangular_pad and not config.evaluate.rectangular:
         yield "evaluate.rectangular_pad: has no effect without evaluate.rectangular: true"
     yield from _scaling_errors(config)
-    # null is allowed everywhere: it is how a file says that nothing is suppressed.
+    # null is always allowed: it states that nothing is suppressed.
     for key in ("iou_threshold", "candidates", "class_agnostic"):
         is_set = getattr(config.nms, key) not in (type(config.nms).model_fields[key].default, None)
         if is_set and config.model.task == "detect" and not config.model.needs_nms:
@@ -296,7 +296,7 @@ def _ineffective_key_errors(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _scaling_errors(config: ExperimentConfig) -> Iterator[str]:
-    """Yields conflicts between keys that scale the recipe to its batch."""
+    """Yields conflicts between keys that scale the recipe to the batch size."""
     optimizer, lengthens = config.optimizer, config.train.epochs_compensation == "auto"
     if lengthens and optimizer.noise_scale is None:
         yield (
@@ -321,9 +321,9 @@ def _scaling_errors(config: ExperimentConfig) -> Iterator[str]:
 
 
 def config_warnings(config: ExperimentConfig, begins: bool) -> Iterator[str]:
-    """Yields warnings about what a configuration does that its author may not expect.
+    """Yields warnings about effects of a configuration that its author may not expect.
 
-    Args: begins: the weights are new or those of model.pretrained, not those of a checkpoint.
+    Args: begins: training starts from new weights or model.pretrained, not from a checkpoint.
     """
     if begins and not config.model.pretrained:
         remedy = "set model.pretrained to a weight file or the output_dir of a run"
@@ -371,12 +371,12 @@ def config_warnings(config: ExperimentConfig, begins: bool) -> Iterator[str]:
 
 
 def experiment_of(tree: Mapping[str, Any], *, trusted: bool = False) -> ExperimentConfig:
-    """Builds the configuration that plain data describe, as `model_dump` gives them.
+    """Builds a configuration from plain data, such as the result of `model_dump`.
 
     Removed keys of earlier versions are handled as in `without_removed`.
 
-    Args: trusted: plugins that they name are imported; see config/plugins.py.
-    Raises: pydantic.ValidationError: they describe none; ConfigError: a plugin that they name
+    Args: trusted: whether plugins that the data name are imported; see config/plugins.py.
+    Raises: pydantic.ValidationError: the data are invalid; ConfigError: a plugin that they name
         cannot be used.
     """
     problems: list[Problem] = []
@@ -407,7 +407,7 @@ def load_config(path: str | Path, overrides: Overrides = ()) -> ExperimentConfig
 
 
 def apply_overrides(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:
-    """Returns the configuration with other values, checked again."""
+    """Returns the configuration with the overrides applied, checked again."""
     if not overrides:
         return config
     return parse_plain(config.model_dump(mode="json"), "config", overrides, ExperimentConfig)

@@ -46,12 +46,12 @@ class Equivalent(NamedTuple):
     instead: str = ""
 
     def in_config(self, value: str, sign: str) -> str:
-        """Says what to write in a file (`: `) or after -o (`=`)."""
+        """Returns what to write in a file (`: `) or after -o (`=`)."""
         translated = _as_list(self._translate(value))
         return self._answer(f"{self.key}{sign}{translated}" if translated else self.key, value)
 
     def on_command_line(self, command: str, value: str) -> str:
-        """Says what to write after `ppdist COMMAND`."""
+        """Returns what to write after `ppdist COMMAND`."""
         translated = self._translate(value)
         if command == "train" and self.option:
             return self._answer(self.option.replace("{}", _as_words(translated)).rstrip(), value)
@@ -68,7 +68,7 @@ class Equivalent(NamedTuple):
         return f"leave it out; `ppdist {command} --help` lists the options"
 
     def _translate(self, value: str) -> str:
-        """Returns our value for one of theirs."""
+        """Returns our value for the other trainer's value."""
         return self.values.get(value.lower(), value)
 
     def _answer(self, written: str, value: str) -> str:
@@ -86,7 +86,7 @@ _SEVERAL = re.compile(r"[\[(]? *(\d+(?: *[,x] *\d+)+) *[\])]?")  # 640,480  [640
 
 
 def _numbers(value: str) -> list[str]:
-    """Splits several numbers, as in `640,480`; returns none for other values."""
+    """Splits several numbers, as in `640,480`; returns an empty list for other values."""
     several = _SEVERAL.fullmatch(value)
     return re.split(r" *[,x] *", several[1]) if several else []
 
@@ -150,7 +150,7 @@ def answer_key(path: Sequence[str | int], node: Node) -> str:
         (name, below), *_ = value.value.items()
         key, value = f"{key}.{name}", below
     keys_of_others = table().keys
-    # A key below one that is foreign is foreign, too: TrainReader.batch_transforms.0.size.
+    # A key below a foreign key is foreign, too: TrainReader.batch_transforms.0.size.
     while key not in keys_of_others:
         key, dot, _ = key.rpartition(".")
         if not dot:
@@ -235,7 +235,7 @@ def _join_folder(words: list[_Word]) -> list[_Word]:
 
 
 def _option_value(words: Sequence[str]) -> str:
-    """Returns the value of an option: the next word, or the next numbers with commas."""
+    """Returns the value of an option: the next word, or the next numbers, comma-separated."""
     numbers = [*takewhile(str.isdecimal, words)]
     if numbers or not words:
         return ",".join(numbers)
@@ -302,10 +302,10 @@ _IN_PYTHON = {  # keys that have arguments of their own
 def answering(
     command: str, also: Iterable[str] = ()
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Decorates a function to answer arguments of other trainers, as a command answers options.
+    """Decorates a function so that it explains other trainers' arguments, as commands do options.
 
     Args:
-        command: the one of `ppdist` that does the same.
+        command: the command of `ppdist` that does the same.
         also: names of arguments that the function takes as **options.
     Raises: ConfigError `foreign_option`, from calls, which is also a TypeError.
     """
@@ -382,7 +382,7 @@ def _literal(words: Sequence[str]) -> str:
 def refuse_weights(value: str) -> None:
     """Refuses a weight file where `train --resume` takes a run or a checkpoint.
 
-    Raises: ConfigError: it is one.
+    Raises: ConfigError: it is a weight file.
     """
     if value.endswith(_NOT_RESUMED):
         raise ConfigError(
@@ -399,7 +399,7 @@ def is_weights_as_model(command: str, name: str, value: object) -> bool:
 
 
 def _explain_model(value: str) -> str:
-    """Says what `model=yolov5n.pt` is in `ppdist train`."""
+    """Explains what corresponds to `model=yolov5n.pt` in `ppdist train`."""
     path = PurePath(value)
     name = path.stem if path.suffix in (".pt", ".yaml", ".yml") else value
     name = name.replace("-", "_")  # rtdetr-l
@@ -450,7 +450,8 @@ def refuse_file(tree: Node, path: str) -> None:
     paddle_keys = [
         name for name in keys if name in keys_of_others and keys_of_others[name].owner == PADDLE
     ]
-    # One such key may be chance or a typing error; all of theirs have runtime.yml as a base file.
+    # A single such key may be a typing error; all recipes of PaddleDetection have runtime.yml as a
+    # base file.
     if len(paddle_keys) < 2 and not any("runtime.yml" in str(base.value) for base in listed):
         return
     lines = [answer_key((name,), keys[name]) for name in paddle_keys]

@@ -13,17 +13,17 @@ _Anchor = tuple[_Side, _Side]
 
 
 def _to_pair(size: object) -> object:
-    """Turns one number into a square, and a list into a tuple."""
+    """Converts a single number to a square size, and a list to a tuple."""
     if isinstance(size, int) and not isinstance(size, bool):
         return size, size
     return tuple(size) if isinstance(size, list) else size
 
 
-# Keys that the families share.
+# Keys that the model families share.
 ImageSize = Annotated[
     tuple[int, int],
     BeforeValidator(_to_pair),
-    # The validator takes more than the type says, which pydantic's own schema would not show.
+    # The validator accepts more than the type says, which pydantic's own schema would not show.
     WithJsonSchema(
         {
             "anyOf": [
@@ -63,7 +63,7 @@ Activation = Annotated[
 
 
 # Changes of PP-YOLOE's and YOLOv5's recipes for few images, measured in docs/dev/few_images.md.
-# The recipes for COCO learn next to nothing in the few steps of such a run: SGD is slow to begin,
+# The recipes for COCO learn next to nothing in the few steps of such a run: SGD starts slowly,
 # YOLOv5 averages over 2000 steps, and its biases and momentum warm up for as long.
 _FEW_IMAGES: Mapping[str, Any] = {
     "optimizer.name": "adamw",
@@ -210,7 +210,7 @@ class YOLOv5Config(Section):
     @field_validator("anchors")
     @classmethod
     def _check_anchor_levels(cls, anchors: tuple | None, info: ValidationInfo) -> tuple | None:
-        """Refuses anchors of another number of levels than the size has."""
+        """Refuses anchors whose number of levels is not that of the model size."""
         levels = 4 if str(info.data.get("size", "")).endswith("6") else 3
         if anchors is not None and "size" in info.data and len(anchors) != levels:
             raise ValueError(

@@ -22,7 +22,7 @@ from ppdist.config.section import OnResume, Section, SectionT
 from ppdist.config.shipped import find_config
 from ppdist.config.yaml import Node, Place, Problem, Reader, dump, merge, problems_error
 
-# What changes a configuration: items of -o, or values by key, `{"train": {"epochs": 3}}` or
+# Changes to a configuration: items of -o, or values by key, `{"train": {"epochs": 3}}` or
 # `{"train.epochs": 3}`.
 Overrides: TypeAlias = Sequence[str] | Mapping[str, Any]
 
@@ -34,7 +34,7 @@ class Document(Section):
     def open_plugins(
         cls, tree: Node, problems: list[Problem], *, stored: bool = False
     ) -> type[Section]:
-        """Returns this Section with the parts of plugins that the tree names."""
+        """Returns this Section, extended by the plugin parts that the tree names."""
         return cls
 
     @classmethod
@@ -52,7 +52,7 @@ def parse_config(
     """Reads a file as any Section; `load_config` reads experiments.
 
     Args:
-        path: of a file, or the name of one that is shipped.
+        path: path of a file, or name of a shipped one.
         defaults: top-level values that depend on the path.
     """
     reader = Reader()
@@ -75,7 +75,7 @@ def parse_plain(
 ) -> SectionT:
     """Reads plain data as any Section; like `parse_config`, without a file.
 
-    Args: source: where it came from, for messages.  stored: see `without_removed`.
+    Args: source: where the data came from, for messages. stored: see `without_removed`.
     """
     reader = Reader()
     node = reader.read_text(dump(dict(tree)), source)
@@ -109,7 +109,7 @@ def parse_tree(
 ) -> SectionT:
     """Builds the Section described by files and -o items.
 
-    Args: problems: those of reading them.  stored: see `without_removed`.
+    Args: problems: problems found while reading them. stored: see `without_removed`.
     Raises: ConfigError: as `parse_config`.
     """
     errors = [*problems]
@@ -121,13 +121,14 @@ def parse_tree(
     try:
         config = _validate(tree, schema_with_plugins)
     except ValidationError as error:
-        # Pydantic alone knows which keys take text, so numbers of -o become text after a first try.
+        # Only pydantic knows which keys take text, so numbers from -o become text after a first
+        # try.
         for path in numbers_for_text(error, tree):
             tree = _as_text(tree, path)
         try:
             config = _validate(tree, schema_with_plugins)
         except ValidationError as remaining:
-            # What the reader could not convert, such as a value with a tag, fails here once more.
+            # Values that the reader could not convert, such as tagged ones, fail here again.
             reported = {problem.place for problem in errors}
             invalid = problems_of(remaining, tree, schema_with_plugins)
             invalid = [problem for problem in invalid if problem.place not in reported]
@@ -144,7 +145,7 @@ def _validate(tree: Node, schema: type[SectionT]) -> SectionT:
 
 
 def _as_text(tree: Node, path: Sequence[str | int]) -> Node:
-    """Replaces a number by what was typed: `-o output_dir=2024` needs no quotes."""
+    """Replaces a number by its text as typed: `-o output_dir=2024` needs no quotes."""
     if not path:
         return replace(tree, value=tree.text)
     head, *rest = path

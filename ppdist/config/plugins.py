@@ -66,8 +66,8 @@ def open_section(
     """Derives a Section from `schema` with the parts of other packages that the tree names.
 
     Args:
-        problems: receives one for each part that cannot be used.
-        stored: ppdist wrote the tree; what -o adds to it is the user's all the same.
+        problems: receives a problem for each part that cannot be used.
+        stored: True if ppdist wrote the tree; items that -o adds still count as the user's.
     """
     parts: dict[str, list[str]] = {}
     for key, place, node in _plugin_nodes(tree):
@@ -92,7 +92,7 @@ def open_section(
 
 
 def _plugin_nodes(tree: Node) -> Iterator[tuple[str, str, Node]]:
-    """Yields (kind of part, key path, value) of the names that may be those of another package."""
+    """Yields (kind of part, key path, value) for names that may refer to another package."""
     empty = Node({}, tree.place, tree.place)
     model, data, log = (tree.child(key) or empty for key in ("model", "data", "log"))
     for section, key in ((model, "model.name"), (model, "model.body"), (data, "data.format")):
@@ -110,7 +110,7 @@ def _plugin_nodes(tree: Node) -> Iterator[tuple[str, str, Node]]:
 def _require_trusted(target: str, stored: bool) -> None:
     """Refuses a part that only a stored configuration names, unless its code is trusted.
 
-    Raises: ConfigError: it is not.
+    Raises: ConfigError: the code is not trusted.
     """
     if not stored:
         _named_by_user.add(target)
@@ -126,7 +126,7 @@ def _require_trusted(target: str, stored: bool) -> None:
 def _import_section(key: str, target: str) -> type[Section]:
     """Imports the Section of a part and gives it the part's target as its tag.
 
-    Raises: ConfigError: it cannot be imported, or is no such Section.
+    Raises: ConfigError: it cannot be imported, or is not a Section of this kind.
     """
     base = _BASES[key]
     section = load(target)
@@ -148,12 +148,12 @@ def _import_section(key: str, target: str) -> type[Section]:
 
 
 def _unpickle_section(key: str, target: str, text: str) -> Section:
-    """Reads the Section that another process of this run sends."""
+    """Rebuilds a Section that another process of this run has sent."""
     return _import_section(key, target).model_validate_json(text)
 
 
 def _invalid_error(target: str, fault: str) -> ConfigError:
-    """Builds the error of a part that does not fit its kind."""
+    """Builds the error for a part that does not fit its kind."""
     return ConfigError(
         f"{target} {fault}", code="plugin_invalid", fix="docs/extend.md shows each kind"
     )
@@ -205,7 +205,7 @@ def _open_log(targets: tuple[str, ...]) -> type[Section]:
 
 
 def _keep_note(schema: type[Any], key: str, annotation: Any) -> tuple[Any, Any]:
-    """Returns type and field of a key with its note of what a resumed run may change."""
+    """Returns the type and field of a key, with its note on what a resumed run may change."""
     field = schema.model_fields[key]
     note = next((item for item in field.metadata if isinstance(item, OnResume)), None)
     with_note = annotation if note is None else Annotated[annotation, note]
@@ -219,9 +219,9 @@ def _derive(schema: type[Any], fields: Mapping[str, Any]) -> type[Any]:
 
 
 def _copy_field(annotation: Any, field: FieldInfo) -> Any:
-    """Copies default and description of a field to one of another type.
+    """Copies the default and description of a field to a field of another type.
 
-    A Section that is the default becomes one of that type: another would be refused.
+    A default that is a Section is rebuilt as the new type, because the old one would be refused.
     """
     options: dict[str, Any] = {"description": field.description}
     if field.is_required():

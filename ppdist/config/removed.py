@@ -30,9 +30,9 @@ _LOGGER = logging.getLogger("ppdist.config")
 class Removed(NamedTuple):
     """A key, or a whole section, that was removed.
 
-    default: the old default, as JSON has it; of a section a mapping of its keys.
+    default: the old default, as a JSON value; for a section, a mapping of its keys.
     hint: what to do instead, as half a sentence: `use x`, `leave it out: ...`.
-    renamed: the key that has the same meaning now; it gets the value, whatever it is.
+    renamed: the key that has the same meaning now; it receives the value, whatever it is.
     synonyms: other values that meant the same as the default.
     """
 
@@ -45,7 +45,7 @@ class Removed(NamedTuple):
 class GoneValue(NamedTuple):
     """A value that a key no longer takes.
 
-    now: what a stored configuration gets instead; DROPPED: the key, or the item of the list, goes.
+    now: the new value in a stored configuration; DROPPED: the key or list item is removed.
     hint: as in `Removed`.
     """
 
@@ -158,7 +158,7 @@ GONE_VALUES: Mapping[tuple[str, Any], GoneValue] = {  # by key path and value
     ),
 }
 
-# They lie beside the config.yml of a checkpoint and of a run.
+# These files are beside the config.yml of a checkpoint and of a run.
 _RUN_FILES = ("manifest.json", "environment.json")
 _EXPORT_FILE = "infer.yml"
 
@@ -177,8 +177,8 @@ def without_removed(
     """Returns the tree without removed keys and values.
 
     Args:
-        problems: gets one for each that somebody typed and that is not the old default.
-        stored: ppdist wrote the tree; what -o adds to it is typed all the same.
+        problems: receives a problem for each one that a user typed and that is not the old default.
+        stored: True if ppdist wrote the tree; items that -o adds still count as typed.
     """
     for name, row in REMOVED.items():
         for path, node in _nodes_at(tree, name.split(".")):
@@ -212,7 +212,7 @@ def without_removed(
 def _nodes_at(
     tree: Node, parts: Sequence[str], above: tuple[str | int, ...] = ()
 ) -> list[tuple[tuple[str | int, ...], Node]]:
-    """Returns the paths, with their nodes, that a key path with `*` stands for."""
+    """Returns the paths, with their nodes, that match a key path with `*`."""
     if not parts:
         return [(above, tree)]
     # A list may hold several items with the key, so that one row gives several nodes.
@@ -230,7 +230,7 @@ def _is_ignored(schema: SectionType, path: Sequence[str | int]) -> bool:
 
 
 def _replace_node(tree: Node, path: Sequence[str | int], new: Node | None) -> Node:
-    """Returns the tree with another node at a path; None removes it."""
+    """Returns the tree with the node at a path replaced by `new`; None removes it."""
     head, *rest = path
     child = tree.child(head)
     assert child is not None
@@ -245,7 +245,7 @@ def _replace_node(tree: Node, path: Sequence[str | int], new: Node | None) -> No
 
 
 def _dropped_path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Returns the path up to its last list item, which is dropped whole, or else the path."""
+    """Returns the path up to its last list item, which is dropped entirely; else the whole path."""
     last = max((at for at, part in enumerate(path) if isinstance(part, int)), default=None)
     return path if last is None else path[: last + 1]
 
@@ -258,7 +258,7 @@ def _nest(parts: Sequence[str], node: Node) -> Node:
 
 
 def _equals(value: Any, default: Any) -> bool:
-    """Compares a value with a default; of a section, only the keys that are written count."""
+    """Compares a value with a default; for a section, only the keys that are written count."""
     if isinstance(value, dict) and isinstance(default, dict):
         return all(key in default and _equals(value[key], default[key]) for key in value)
     # In Python True == 1, but in a configuration a flag is no number.
@@ -269,7 +269,7 @@ def _equals(value: Any, default: Any) -> bool:
 def _report(
     path: Sequence[str | int], node: Node, hint: str, problems: list[Problem], *, stored: bool
 ) -> None:
-    """Reports a removed key: an error where somebody typed it, a warning where it is stored."""
+    """Reports a removed key: an error if a user typed it, a warning if it is stored."""
     key = dotted(path)
     if _is_typed(node, stored):
         problems.append(
@@ -290,5 +290,5 @@ def _is_typed(node: Node, stored: bool) -> bool:
 
 @cache
 def _warn_once(line: str) -> None:
-    """Warns once in a process, which may read a configuration several times."""
+    """Warns once per process, which may read a configuration several times."""
     _LOGGER.warning("%s", line)

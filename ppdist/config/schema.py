@@ -110,7 +110,7 @@ def matching_sections(sections: Sequence[SectionType], node: Node | None) -> lis
 
 
 def owners(schema: SectionType, path: Sequence[str | int], tree: Node) -> list[SectionType]:
-    """Returns the sections that own a path's last key; several where a union is undecided."""
+    """Returns the sections that own a path's last key; several if a union is undecided."""
     current: list[SectionType] = [schema]
     node: Node | None = tree
     for part in path[:-1]:
@@ -125,7 +125,7 @@ def owners(schema: SectionType, path: Sequence[str | int], tree: Node) -> list[S
 
 
 def field_at(schema: SectionType, path: Sequence[str | int], tree: Node) -> FieldInfo | None:
-    """Returns the field at a path; for an item of a list, that of its list."""
+    """Returns the field at a path; for a list item, the field of its list."""
     # An item has no field of its own: its type and limits are in the field of the list.
     while path and isinstance(path[-1], int):
         path = path[:-1]

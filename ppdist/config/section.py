@@ -14,7 +14,7 @@ Task = Literal["detect", "classify"]  # boxes with classes, or one class for eac
 class OnResume(Enum):
     """Effect of a changed key on a resumed run; a note in `Annotated`.
 
-    A key, or the section it is in, without a note affects training from there on (rates, phases,
+    A key, or the section it is in, without a note affects training after the resume (rates, phases,
     order of images, losses): a run resumes with another value only when it is told to.
     """
 

@@ -26,23 +26,22 @@ def folder() -> Path:
 
 
 def recipes() -> dict[str, Path]:
-    """Lists the shipped experiments by name, without parts (`_base_`) and studies."""
+    """Lists the shipped experiments by name, excluding parts (`_base_`) and studies."""
     files = sorted(folder().rglob("*.yml"))
     kinds = {path: path.parent.name for path in files}
     return {path.stem: path for path in files if kinds[path] not in ("_base_", "studies")}
 
 
 def short_names() -> dict[str, str]:
-    """Maps short names of recipes on COCO and ImageNet, which leave that out, to full ones."""
+    """Maps short names of COCO and ImageNet recipes, which omit the data set, to full names."""
     matches = {name: _SHORT.match(name) for name in recipes()}
     return {match[1]: name for name, match in matches.items() if match}
 
 
 def find_config(path: str) -> str:
-    """Finds the file behind a path or the name of a shipped config; returns other paths as they
-    are.
+    """Finds the file of a path or shipped config name; returns other paths unchanged.
 
-    Args: path: as typed for a config.
+    Args: path: path or name of a config, as typed.
     """
     if os.path.exists(path) and not os.path.isdir(path):
         return path

@@ -66,7 +66,7 @@ class Dimension(Section):
     def examples(self, in_grid: bool) -> list[Any]:
         """Returns values to check: all of a grid, else the choices or the ends of the range.
 
-        Raises: ValueError: as values.
+        Raises: ValueError: see `values`.
         """
         if in_grid:
             return self.values()
@@ -75,7 +75,7 @@ class Dimension(Section):
     def values(self) -> list[Any]:
         """Returns all values, for a grid.
 
-        Raises: ValueError: they are infinite, or too many.
+        Raises: ValueError: there are infinitely many, or too many.
         """
         if self.choices is not None:
             return list(self.choices)
@@ -169,12 +169,12 @@ class StudyConfig(Document):
 
 
 def load_study(path: Path, overrides: tuple[str, ...] = ()) -> StudyConfig:
-    """Reads a study, and checks all its values on the experiment.
+    """Reads a study, and checks all its values against the experiment.
 
     Args:
-        path: of a file, or the name of a shipped study.
-        overrides: of the command line, which come after those of the file and before variants.
-    Returns: the study, with the name, the path and the overrides that hold.
+        path: path of a file, or name of a shipped study.
+        overrides: from the command line; they apply after those of the file and before variants.
+    Returns: the study, with its final name, experiment path and overrides.
     Raises: ConfigError: everything that is wrong, with file and line.
     """
     path = Path(find_config(str(path)))
@@ -233,7 +233,7 @@ def _refusal(study: StudyConfig, items: tuple[str, ...]) -> str:
 
 
 def _place(tree: Node, *keys: str) -> Place:
-    """Returns the place of the last key of a path that the tree has."""
+    """Returns the position of the deepest key of a path that exists in the tree."""
     node = tree
     for key in keys:
         node = node.child(key) or node
@@ -241,5 +241,5 @@ def _place(tree: Node, *keys: str) -> Place:
 
 
 def item_of(key: str, value: Any) -> str:
-    """Writes `key=value` as -o takes it; JSON is YAML."""
+    """Formats `key=value` for -o; a JSON value is valid YAML."""
     return f"{key}={json.dumps(value)}"

@@ -15,7 +15,7 @@ _BatchSize = Annotated[int, Field(gt=0)] | Literal["auto"]
 
 
 def max_micro_batch(images: int, micro_batches: int) -> int:
-    """Returns the micro-batch size at which one step takes the whole set."""
+    """Returns the micro-batch size at which one step takes the whole data set."""
     return max(1, -(-images // micro_batches))
 
 
@@ -26,8 +26,8 @@ class MicroBatches:
     A micro-batch is one forward and backward pass and one batch-norm group.
 
     Attributes:
-        total_batch: images of a step, a multiple of `images`.
-        images: number of images of a micro-batch.
+        total_batch: images per step, a multiple of `images`.
+        images: number of images per micro-batch.
         spread: every rank takes a share of each micro-batch (`train.sync_bn`); False: one rank
             takes all of it.
         speeds: relative speeds of the ranks, by which they share micro-batches; None: equal.  What
@@ -41,7 +41,7 @@ class MicroBatches:
 
     @property
     def count(self) -> int:
-        """Returns the number of micro-batches of a step."""
+        """Returns the number of micro-batches per step."""
         return self.total_batch // self.images
 
     def per_rank(self, world: int) -> int:
@@ -49,11 +49,11 @@ class MicroBatches:
         return -(-self.images // world) if self.spread else self.images
 
     def takers(self, pieces: int, world: int) -> tuple[int, ...]:
-        """Returns the rank of each micro-batch, or of each image of a spread one; see `takers`."""
+        """Returns the rank of each micro-batch, or each image of a spread one; see `takers`."""
         return takers(pieces, self.speeds or (1.0,) * world)
 
     def shares(self, world: int) -> list[int]:
-        """Counts each rank's micro-batches in a full step, or its images of a spread one."""
+        """Counts each rank's micro-batches per full step, or its images of a spread micro-batch."""
         owners = self.takers(self.images if self.spread else self.count, world)
         return [owners.count(rank) for rank in range(world)]
 
@@ -74,14 +74,14 @@ class MicroBatches:
 
 @lru_cache(maxsize=64)
 def takers(pieces: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """Assigns equal pieces of work to ranks so that all end soonest; returns the rank of each.
+    """Assigns equal pieces of work to ranks so that all finish soonest; returns the rank of each.
 
-    If there are enough, each rank has one.  The rest go, one after the other, to the rank that
-    would end first with it, of several to the lowest:
+    If there are enough pieces, each rank gets one.  The rest are assigned one by one to the rank
+    that would finish first with the piece, ties to the lowest rank:
 
         argmin over r of (n_r + 1) / speed_r
 
-    No other shares end sooner.  With equal speeds ranks take turns.
+    No other assignment finishes sooner.  With equal speeds, ranks take turns.
 
     Args: speeds: relative speed of each rank.
     """
@@ -251,7 +251,7 @@ class TrainConfig(Section):
         "three times at most. Raise it where single bad steps are known and harmless.",
     )
     ema: EMAConfig = Field(default=EMAConfig(), description="Averaged weights.")
-    # FREE: the last digits of losses may change, no more than on another machine.
+    # FREE: the last digits of losses may change, but no more than between machines.
     cpu_kernels: Annotated[Literal["auto", "plain"], OnResume.FREE] = Field(
         default="auto",
         description="On CPU only. auto: oneDNN computes convolutions, linear layers, layer norm "
@@ -276,14 +276,14 @@ class TrainConfig(Section):
 
     @property
     def phases_factor(self) -> float:
-        """Returns epochs of the run / epochs that its phases were written for."""
+        """Returns the run's epochs divided by the epochs that its phases were written for."""
         return self.epochs / (self.phases_for_epochs or self.epochs)
 
     @property
     def images_per_card(self) -> int:
-        """Returns the images of a micro-batch on one rank.
+        """Returns the number of images per micro-batch on one rank.
 
-        Raises: ConfigError: not resolved yet, which only a training run does.
+        Raises: ConfigError: it is still `auto`, which only a training run resolves.
         """
         if self.batch_size_per_card == "auto":
             raise ConfigError(

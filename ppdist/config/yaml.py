@@ -67,7 +67,7 @@ class Node:
         return None
 
     def plain(self) -> object:
-        """Returns the value without its places, as json.dumps takes it."""
+        """Returns the value without positions, as plain data for json.dumps."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, list):
@@ -76,7 +76,7 @@ class Node:
 
 
 def tree_of(value: object, place: Place) -> Node:
-    """Builds the tree of plain data, all of it at one place; the inverse of `Node.plain`."""
+    """Builds a tree from plain data, all at one position; the inverse of `Node.plain`."""
     if isinstance(value, dict):
         return Node({key: tree_of(child, place) for key, child in value.items()}, place, place)
     if isinstance(value, list | tuple):
@@ -86,9 +86,9 @@ def tree_of(value: object, place: Place) -> Node:
 
 
 class Problem(NamedTuple):
-    """A problem of a configuration: the place, and `key.path: what is wrong; what to do`.
+    """A problem in a configuration: its position, and `key.path: what is wrong; what to do`.
 
-    code: as of a UserError.
+    code: error code, as in UserError.
     """
 
     place: Place
@@ -97,7 +97,7 @@ class Problem(NamedTuple):
 
 
 class InvalidConfig(ConfigError):
-    """Error with all problems of a configuration; a single one gives it its code."""
+    """Error with all problems of a configuration; a single problem determines its code."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         self.problems = problems
@@ -114,7 +114,7 @@ class InvalidConfig(ConfigError):
 
 
 def problems_error(problems: Sequence[Problem]) -> InvalidConfig:
-    """Builds one error of all problems, in the order of the files."""
+    """Builds one error from all problems, in the order of the files."""
     return InvalidConfig(tuple(sorted(set(problems), key=lambda problem: problem.place.order())))
 
 
@@ -123,7 +123,7 @@ class _TooManyNodes(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader with the scalars of YAML 1.2 and a limit of nodes."""
+    """Loader with the scalars of YAML 1.2 and a limit on the number of nodes."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML declares it so)
     composed = 0
@@ -170,7 +170,7 @@ def merge(base: Node, over: Node) -> Node:
     value = dict(base.value)
     for key, child in over.value.items():
         value[key] = merge(value[key], child) if key in value else child
-    # A mapping that a file opened keeps its place in the file when -o adds a key to it.
+    # A mapping from a file keeps its position in the file when -o adds a key to it.
     return replace(base if over.place.line == 0 else over, value=value)
 
 
@@ -216,7 +216,7 @@ class Reader:
                 message = f"{BASE_KEY}: found {value}, expected a file name or a list of them"
                 self.problems.append(Problem(base.place, message, "bad_value"))
                 continue
-            # A file beside the one that names it comes before a shipped config of that name.
+            # A file beside the one that names it takes precedence over a shipped config.
             beside = os.path.normpath(os.path.join(os.path.dirname(path), base.value))
             base_path = beside if os.path.isfile(beside) else find_config(base.value)
             if base_path == base.value:  # no file and no name
@@ -227,7 +227,7 @@ class Reader:
     def read_alone(self, path: str, where: str = "") -> Node:
         """Reads the mapping in one file, without opening its `_BASE_`.
 
-        Args: where: the place that names the file, which messages begin with; "" for none.
+        Args: where: position that names the file; messages begin with it; "" for none.
         """
         where = f"{where}: {path}" if where else path
         try:
@@ -249,9 +249,9 @@ class Reader:
         return self.read_text(text, path)
 
     def read_text(self, text: str, source: str) -> Node:
-        """Reads the mapping that a text holds; opens no file.
+        """Reads the mapping in a text; opens no file.
 
-        Args: source: its name in messages.
+        Args: source: name of the text in messages.
         """
         start = Place(source, 1, 1)
         root = self._compose(text, source)
@@ -283,7 +283,8 @@ class Reader:
             root = self._compose(text, place.source)
             plain = root is None or (isinstance(root, yaml.ScalarNode) and root.style is None)
             if plain and text[0 if root is None else root.end_mark.index :].strip():
-                # A shell has no comments there: `-o data.root=my #1 set` means all of it.
+                # There are no comments in -o: the value in `-o data.root=my #1 set` includes `#1
+                # set`.
                 root = self._compose(json.dumps(text.strip(), ensure_ascii=False), place.source)
         except ConfigError:
             message = (
@@ -336,7 +337,7 @@ class Reader:
 
 @dataclass
 class _Converter:
-    """Converter of PyYAML's nodes of a file (None: an -o item) into ours."""
+    """Converter of PyYAML's nodes, from a file or an -o item (`file` is None), to our Nodes."""
 
     problems: list[Problem]
     file: str | None
@@ -351,9 +352,9 @@ class _Converter:
         return Place(self.file, node.start_mark.line + 1, node.start_mark.column + 1)
 
     def convert(self, node: yaml.Node, path: tuple[str, ...], key: yaml.Node | None = None) -> Node:
-        """Converts a node with all below it.
+        """Converts a YAML node and its children, recursively, to a `Node`.
 
-        Args: path: the keys above, for messages.  key: the node's key; None: it has none.
+        Args: path: keys leading to this node, used in error messages. key: the node's key, if any.
         """
         place = self.place(node)
         key_place = place if key is None else self.place(key)
@@ -367,7 +368,7 @@ class _Converter:
         if isinstance(node, yaml.ScalarNode):
             quoted = node.style in ("'", '"')
             return Node(self.convert_scalar(node, path), place, key_place, node.value, quoted)
-        # PyYAML gives the same node object for an alias, so that a cycle shows in the ids.
+        # PyYAML uses the same node object for an alias, so a cycle repeats an id.
         if id(node) in self.open:
             raise ConfigError(
                 "the alias contains itself",
@@ -408,7 +409,7 @@ class _Converter:
         return {**inherited, **entries}
 
     def convert_merged(self, node: yaml.Node, path: tuple[str, ...]) -> dict[str, Node]:
-        """Converts what `<<` names, which has to be a mapping."""
+        """Converts the value of `<<`, which must be a mapping."""
         converted = self.convert(node, path)
         if isinstance(converted.value, dict):
             return converted.value
