@@ -28,8 +28,8 @@ from ppdist.runtime.writer_thread import TERMINAL, Screen, WriterThread
 _LOGGER = logging.getLogger("ppdist")
 _PLAIN_WIDTH = 80  # of the console where there is no terminal
 _REFRESH_SECONDS = 0.2
-_OPENING_LINES = 6  # of all warnings on the console before the first step
-_WARNING_LINES = 2  # of each of them
+_OPENING_LINES = 6  # lines of all warnings on the console before the first step
+_WARNING_LINES = 2  # lines per warning
 
 
 def console_on(screen: Screen) -> Console:

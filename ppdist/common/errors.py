@@ -160,7 +160,7 @@ def _has_sign(error: BaseException, code: str) -> bool:
 class Failure:
     """A failure of a process, as it is sent to other processes and hosts."""
 
-    kind: str  # of a CodedError's class, or "crash"
+    kind: str  # `kind` of a CodedError's class, or "crash"
     code: str
     message: str
     from_rank: int | None = None  # see CodedError

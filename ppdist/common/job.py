@@ -21,7 +21,7 @@ STARTED_VARIABLE = "PPDIST_STARTED"  # set by our fleetrun: `boot_seconds` when 
 # Set by our fleetrun with --min_hosts: the run goes on without hosts that are lost.
 MIN_HOSTS_VARIABLE = "PPDIST_MIN_HOSTS"
 RUN_NOTE = "run.json"  # in the folder of a job: notes of one attempt for the next
-CHANGE_NOTE = "change.json"  # as well: this attempt is stopped because hosts go or come
+CHANGE_NOTE = "change.json"  # also there: this attempt is stopped because hosts leave or join
 DIGESTS_NOTE = "digests.json"  # as well: digests of what rank 0 trains with (engine/digests.py)
 # Keys that may differ between the hosts of a run: they say where files lie, not what is computed.
 PER_HOST_KEYS = (

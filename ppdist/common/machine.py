@@ -32,10 +32,10 @@ def available_cores(root: Path = Path("/")) -> float:
 
 
 def given_threads(root: Path = Path("/")) -> int | None:
-    """Returns OMP_NUM_THREADS as it was given to this process; None: it was not.
+    """Returns OMP_NUM_THREADS as it was given to this process; None if it was not set.
 
-    Paddle sets an unset variable to 1 when it is imported, so a 1 counts only if this process began
-    with it.
+    Paddle sets an unset variable to 1 when it is imported, so a value of 1 counts only if this
+    process began with it.
 
     Args:
         root: where `proc` is.
@@ -83,12 +83,12 @@ def process_memory() -> dict[str, int]:
 
 
 def free_disk(path: str | Path) -> int:
-    """Returns the bytes free where a path is, or will be."""
+    """Returns the free bytes on the disk where a path is, or will be."""
     return shutil.disk_usage(existing_folder(path)).free
 
 
 def suggest_path(path: Path) -> str:
-    """Suggests a path beside a missing one with nearly its name: `did you mean a/b?`, or ""."""
+    """Suggests a similar name in a missing path's folder: `did you mean a/b?`, or ""."""
     siblings = [file.name for file in path.parent.glob("*")] if not path.exists() else []
     near = difflib.get_close_matches(path.name, siblings, 1)
     return f"did you mean {path.with_name(near[0])}?" if near else ""
@@ -134,7 +134,7 @@ def _group_folders(root: Path, controller: str) -> Iterator[Path]:
 def kernel_text(file: Path) -> str:
     """Reads a kernel file; "" if it is absent or unreadable.
 
-    Reading it may fail, as a device may not answer.
+    Reading may fail, for example because a device does not answer.
     """
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
@@ -170,6 +170,6 @@ def process_stat(pid: int) -> ProcessStat | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Returns True if a process runs; a zombie does not."""
+    """Returns True if a process is running; a zombie is not."""
     stat = process_stat(pid)
     return stat is not None and stat.is_alive

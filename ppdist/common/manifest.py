@@ -13,13 +13,13 @@ from ppdist.common.files import read_file
 MANIFEST = "manifest.json"
 CARD_FILE = "model_card.json"  # in a checkpoint
 CARD_NOTE = "model_card"  # the same text in .safetensors, .npz and ONNX
-MAX_BYTES = 1 << 36  # of a file of weights: 64 GiB
+MAX_BYTES = 1 << 36  # largest file of weights: 64 GiB
 _STEP = re.compile(r"step-\d+")
-_MOST_BYTES = 1 << 22  # of a manifest; real ones have some hundreds
+_MOST_BYTES = 1 << 22  # largest manifest; real ones have some hundred bytes
 
 
 def follow_pointer(link: Path) -> Path:
-    """Returns the checkpoint that `last` or `best` names; other paths are returned as they are.
+    """Returns the checkpoint that `last` or `best` names; other paths are returned unchanged.
 
     In a folder that was copied from an object store they are text, in place of links.
     """
@@ -35,8 +35,9 @@ def checked_files(
     """Reads files of a checkpoint, by name, and checks them against its manifest.
 
     Args: names: reads only the first of these that the manifest has; None: all files.
-    Returns: {}: the manifest has none of them.
-    Raises: WeightsError: absent, torn, altered, or larger than `most_bytes`; it names the file.
+    Returns: contents by file name; {} if the manifest has none of the names.
+    Raises: WeightsError: a file is absent, torn, altered, or larger than `most_bytes`; the error
+        names it.
     """
     path, files = folder / MANIFEST, dict[str, bytes]()
     try:

@@ -24,7 +24,7 @@ class Identity(NamedTuple):
 
 
 def of_stat(status: os.stat_result) -> Identity:
-    """Makes the identity of a file on disk from its status.
+    """Builds the identity of a file on disk from its status.
 
     The mtime alone is not enough: archives restore old ones, and copies keep them.  No program can
     set ctime, and every change of the content under a path (write, link, rename) changes it on a
@@ -38,7 +38,7 @@ def of_stat(status: os.stat_result) -> Identity:
 class Opener:
     """An opener of files on a disk; without state, so it is sent to workers as it is.
 
-    Failures are OSError; StorageError if storage stays unreachable.
+    Failures raise OSError, or StorageError if storage stays unreachable.
     """
 
     def open(self, path: str | Path) -> BinaryIO:
@@ -46,7 +46,7 @@ class Opener:
         return files.open_file(path)
 
     def read(self, path: str | Path, most_bytes: int) -> bytes:
-        """Reads all bytes of a file.  Raises: OSError: also if it has more than `most_bytes`."""
+        """Reads all bytes of a file.  Raises: OSError: also if it is larger than `most_bytes`."""
         return files.read_file(path, most_bytes)
 
     def can_be_read(self, path: str | Path) -> bool:

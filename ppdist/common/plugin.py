@@ -15,7 +15,7 @@ from ppdist.common.errors import ConfigError
 
 
 def is_plugin(name: object) -> bool:
-    """Returns True if a name is that of a part of another package."""
+    """Returns True if a name refers to a part of another package."""
     return isinstance(name, str) and ":" in name
 
 

@@ -65,7 +65,7 @@ _CONTROLS = re.compile(
 
 
 def boot_seconds() -> float:
-    """Returns the seconds since this machine booted, time asleep included.
+    """Returns the seconds since this machine booted, including time asleep.
 
     All its processes share this clock, which is never adjusted; use it for durations and budgets.
     """
@@ -141,7 +141,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     if message and code == USER_ERROR and not launched:
         say(f"ppdist: error: {with_code(message, failure.code)}", code=failure.code)
     flushed = [_finish(stream) for stream in (sys.stdout, sys.stderr)]
-    # Does not wait for threads that still work.
+    # This exits without waiting for threads that still work.
     if code == INTERRUPTED:
         end_interrupted()
     if launched:
@@ -149,7 +149,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         # with which the launcher ends the other ranks would replace this code.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-    # At its exit Python would wait for the blocked terminal.
+    # A normal exit of Python would wait for the blocked terminal.
     if not all(flushed):
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.current_thread():
@@ -226,7 +226,7 @@ def _traceback() -> str:
 def unknown_paddle(version: str) -> str:
     """Writes a notice if ppdist is untested with this Paddle; else "".
 
-    It is a warning and no error: new cards need a newer Paddle than the tested ones.
+    It is a warning, not an error: new cards need a newer Paddle than the tested ones.
     """
     numbers = paddle_numbers(version)
     if not version or (numbers >= PADDLE_OLDEST and numbers[:2] <= PADDLE_NEWEST):
@@ -249,7 +249,7 @@ def paddle_numbers(version: str) -> tuple[int, ...]:
 def printable(text: str) -> str:
     """Escapes control characters as JSON does.
 
-    Names may come from files of strangers.  Line ends and tabs stay, as messages have them.
+    Names may come from untrusted files.  Line ends and tabs stay, because messages have them.
     """
     return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
@@ -259,7 +259,7 @@ def say(text: str, code: str = "") -> None:
 
     It is on the terminal at return, unless the terminal is blocked: then the wait is short.
 
-    Args: code: of the error that the line is about.
+    Args: code: code of the error that the line is about.
     """
     if json_lines.is_json():
         text = json_lines.format_text(text, time=time.time(), code=code)
@@ -274,12 +274,12 @@ def _write(line: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Prints a warning of a command on stderr."""
+    """Prints a command's warning on stderr."""
     say(f"ppdist: warning: {text}")
 
 
 def _finish(stream: TextIO | None) -> bool:
-    """Flushes a stream; False: it is blocked.
+    """Flushes a stream; returns False if it is blocked.
 
     If its reader is gone (`| head`), it goes to /dev/null: Python would change the exit code.
     """

@@ -46,7 +46,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class RunRecords:
     """The metrics.jsonl of a run, written by a thread.
 
-    If another training has taken the folder, each write raises instead.
+    If another training run has taken the folder, each write raises instead.
     """
 
     def __init__(self, output_dir: Path, files: WriterThread) -> None:
@@ -56,7 +56,7 @@ class RunRecords:
     def begin(self, resume_step: int | None) -> list[dict[str, Any]]:
         """Creates the folder; returns the records in it that stay.
 
-        Args: resume_step: last step whose records stay; None: none do.
+        Args: resume_step: last step whose records stay; None: no records stay.
         Raises: ConfigError: the folder cannot be created or written.
         """
         try:
@@ -109,7 +109,7 @@ def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _filter_records(path: Path, is_kept: Callable[[Record], bool]) -> list[dict[str, Any]]:
-    """Drops all records but those that `is_kept` accepts; returns these."""
+    """Keeps only the records that `is_kept` accepts; returns them."""
     if not path.exists():
         return []
     records = [record for record in read_metrics(path) if is_kept(record)]
@@ -152,7 +152,7 @@ class MetricRecords:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> "MetricRecords":
-        """Sorts records by kind, without unknown kinds and those without a step.
+        """Sorts records by kind; skips unknown kinds and records without a step.
 
         A rollback drops the records before it whose step is later than its own.
         """
@@ -163,7 +163,7 @@ class MetricRecords:
         return by_kind
 
     def _sort_in(self, record: Record) -> None:
-        """Adds a record to those of its kind; a rollback drops later steps."""
+        """Adds a record to the list of its kind; a rollback drops later steps."""
         if isinstance(record.get("derived"), Mapping):
             self.starts.append(record)
             self.finished = ""
@@ -319,8 +319,8 @@ def next_commands(weights: str, image: str = "", *, test: bool = False) -> list[
 
     Args:
         weights: the words that name them, such as `-w output/run`.
-        image: path of one that suits them; "": none is at hand.
-        test: their data have a test split.
+        image: path of an image to predict; "" if none is at hand.
+        test: whether their data set has a test split.
     """
     source = shlex.quote(image) if os.path.isfile(image) else "IMAGES"
     return [

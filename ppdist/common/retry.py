@@ -31,12 +31,12 @@ _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 def unavailable(what: str, where: str = "", fix: str = "mount it again") -> StorageError:
-    """Makes the error of unreachable storage, for `with_retries`."""
+    """Builds the error for unreachable storage, for `with_retries`."""
     return StorageError(what, code="storage_unreachable", where=where, fix=fix)
 
 
 def is_outage(error: BaseException | None) -> bool:
-    """Returns True if an error may mean unreachable storage; a deleted file raises the same one."""
+    """Returns True if an error may mean unreachable storage; a deleted file raises it, too."""
     return isinstance(error, OSError) and error.errno in _OUTAGES
 
 
@@ -53,7 +53,7 @@ def with_retries(
 ) -> _T:
     """Retries a call while storage is unreachable, up to a time limit.
 
-    Inside another one it calls once: only the outermost waits.
+    Within another `with_retries` it calls only once: only the outermost one waits.
 
     Args:
         seconds: the limit; None: half a minute.

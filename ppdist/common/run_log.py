@@ -96,7 +96,7 @@ class RunLog:
         self._files = WriterThread()
         self._close_seconds = _CLOSE_SECONDS
         self.writers = MetricWriters(self._files)  # empty on ranks other than 0
-        self._trackers: list[TrackerProcess] = []  # those of the writers that are trackers
+        self._trackers: list[TrackerProcess] = []  # the writers that are trackers
         self._streams_before = sys.stdout, sys.stderr
         self._screen = Screen(sys.stdout)
         self._records = RunRecords(output_dir, self._files)
@@ -149,7 +149,7 @@ class RunLog:
             _LOGGER.info(message, extra=DETAIL)
 
     def note(self, message: str) -> None:
-        """Logs like `info`; before the first step the line is shortened as warnings are."""
+        """Logs like `info`; before the first step the line is shortened like a warning."""
         if self._main:
             _LOGGER.info(message, extra=NOTE)
 
@@ -177,7 +177,7 @@ class RunLog:
         _LOGGER.info(row, extra=BARE)
 
     def warn_once(self, output: str, error: Exception) -> None:
-        """Warns once of an optional output that may fail at every write."""
+        """Warns only once about an optional output that may fail at every write."""
         if output not in self._warned:
             self._warned.add(output)
             message = f"{type(error).__name__}: {error}"
@@ -265,7 +265,7 @@ class RunLog:
         self.writers.images(tag, step, images_HW3)
 
     def spending(self, part: str, step: int) -> AbstractContextManager[None]:
-        """Returns the context of an evaluation, a save or plots; see `ETA.spending`."""
+        """Returns a context that times an evaluation, a save or plots; see `ETA.spending`."""
         if not self._main:
             return nullcontext()
         if part == EVALUATION:
@@ -275,13 +275,13 @@ class RunLog:
     def busy(self, work: str, done: int = 0, total: int = 0) -> None:
         """Shows on the bar the work that the run does between steps.
 
-        Args: done, total: parts of it; 0 of 0: unknown, the bar does not move.
+        Args: done, total: parts of the work; 0 of 0: unknown, the bar does not move.
         """
         if self._bar is not None:
             self._bar.show(work, done, total)
 
     def progress(self, step: int, fields: dict[str, str], waited: float = 0.0) -> None:
-        """Shows how far the run is; call it after every optimizer step.
+        """Shows the progress of the run; call it after every optimizer step.
 
         A terminal shows a moving bar.  train.log gets a line every `log.every_steps` steps and at
         the last; a console without a terminal gets that line as well after a minute of silence.
@@ -380,7 +380,7 @@ class RunLog:
             self.warning(f"cannot write to stdout; lines only go to train.log: {problem}")
 
     def _report_lost(self, written: bool) -> None:
-        """Reports what is missing at the end.
+        """Reports the lines and records that were lost, at the end of the run.
 
         Args: written: whether the files are complete.
         """

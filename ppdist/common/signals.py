@@ -33,7 +33,7 @@ def hear_interrupt() -> None:
 
     A Ctrl-C that `child.start_here` holds is delivered now, but not one that this process holds.
     Does nothing where SIGINT is handled otherwise, or ignored as in a shell's background.  A forked
-    child ends without a message: its parent gets the signal as well.
+    child ends without a message: its parent gets the signal, too.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
@@ -54,7 +54,7 @@ def hear_interrupt() -> None:
 
 
 def forget_interrupt() -> None:
-    """Forgets a Ctrl-C that was handled: a later error or Ctrl-C is another one."""
+    """Forgets a Ctrl-C that was handled: a later error or Ctrl-C is a new one."""
     global _interrupted
     _interrupted = False
 

@@ -35,8 +35,8 @@ from ppdist.common.files import open_own, replace_file, require_no_link, text_of
 from ppdist.common.writers import MetricWriter
 from ppdist.runtime.writer_thread import WriterThread
 
-_MOST_BYTES = 1 << 26  # that wait for a tracker; some hundred images
-_HUNG_SECONDS = 300.0  # a tracker that reads nothing for so long counts as blocked
+_MOST_BYTES = 1 << 26  # bytes that wait for a tracker; some hundred images
+_HUNG_SECONDS = 300.0  # a tracker that reads nothing for this long counts as blocked
 _CLOSE_SECONDS = 60.0  # to write the rest at the end of a run
 _STOPPED_SECONDS = 5.0  # the same after a signal, whose sender waits some 30 s
 _LAST_WORDS_SECONDS = 1.0
@@ -85,14 +85,14 @@ class TrackerProcess(MetricWriter):
         """Starts the process.
 
         Args: target: `package.module:Class`, called there as `Class(run)`.
-        Raises: OSError: its folder cannot be made, or there is no process for it.
+        Raises: OSError: its folder cannot be created, or the process cannot be started.
         """
         for folder in (run.folder.parent, run.folder):
             require_no_link(folder)
         run.folder.mkdir(parents=True, exist_ok=True)
         self._folder = run.folder
         (run.folder / _ERROR_FILE).unlink(missing_ok=True)
-        # For Pythons that the library starts: from 3.11 on they skip the current folder.
+        # For Python processes that the library starts: from 3.11 on, they skip the current folder.
         paths = os.pathsep.join(filter(None, sys.path))
         environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
         # Not `python_module`: classes of a module that runs as `__main__` cannot be unpickled here.
@@ -137,7 +137,7 @@ class TrackerProcess(MetricWriter):
             self._end_called_at = time.monotonic()
 
     def close(self) -> None:
-        """Waits until all is written, for a minute at most since `end`."""
+        """Waits until everything is written, at most a minute from the call of `end`."""
         self.end()
         if self._is_off or self._end_called_at is None:
             return
@@ -247,7 +247,7 @@ def without_secrets(text: str) -> str:
 
 @contextmanager
 def _masked_output() -> Iterator[None]:
-    """Masks secrets, inside the block, in all output of this process, that of native code included.
+    """Masks secrets, inside the block, in this process's output, native code's included.
 
     All output goes to the process's stdout.
     """
@@ -273,7 +273,7 @@ def _masked_output() -> Iterator[None]:
             stream.flush()
         for number in (1, 2):
             os.dup2(log, number)
-        # A child process may keep the pipe open for ever.
+        # A child process may keep the pipe open forever.
         thread.join(_LAST_WORDS_SECONDS)
 
 
@@ -293,7 +293,7 @@ def require_tracker(name: str) -> None:
 
 
 class TensorBoardWriter(MetricWriter):
-    """A writer for TensorBoard, by tensorboardX.
+    """A writer for TensorBoard that uses tensorboardX.
 
     A resumed or rolled back run begins a new file, which says from which step on earlier points do
     not count; TensorBoard hides them.
@@ -343,7 +343,7 @@ class TensorBoardWriter(MetricWriter):
 class WandbWriter(MetricWriter):
     """A writer for Weights & Biases.
 
-    Its own step only grows, and a run that rolls back makes steps again; so the step is a separate
+    Its own step only grows, and a run that rolls back repeats steps; so the step is a separate
     value, `step`, over which all others are drawn.  Resuming continues the same run.
     """
 
@@ -415,7 +415,7 @@ class MLflowWriter(MetricWriter):
         metrics = [
             self._metric(_to_mlflow_key(tag), value, now, step) for tag, value in values.items()
         ]
-        # A server takes no more at once.
+        # A server accepts no more at once.
         for begin in range(0, len(metrics), 1000):
             self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
 

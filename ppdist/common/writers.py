@@ -82,7 +82,7 @@ def _tag(key: str, evaluation: bool) -> str:
         return f"eval_per_class/{name}" if group == "AP" else f"eval_per_class_{group}/{name}"
     if slash:
         return key
-    # It is drawn beside train/..., under the same name.
+    # Drawn beside the curve of train/... with the same name.
     if evaluation and key.startswith("val_"):
         return f"val/{key.removeprefix('val_')}"
     if key.endswith(("_seconds", "_per_second", "_mb", "_gb")):
@@ -151,7 +151,7 @@ class MetricWriters:
     def _call_writers(self, write: Callable[[MetricWriter], object], size: int = 0) -> None:
         """Calls `write` for each writer, in the thread.
 
-        Args: size: bytes that wait in the queue; with any, the call may be dropped.
+        Args: size: bytes that wait in the queue; if above 0, the call may be dropped.
         """
         for program, writer in self._writers.items():
             self.thread.put(program, partial(write, writer), size, may_drop=size > 0)
@@ -161,7 +161,7 @@ _LENGTH = struct.Struct("<Q")  # before each record
 
 
 def _split_records(data: bytes) -> Iterator[bytes]:
-    """Splits data into records, without a last one that a crash truncated."""
+    """Splits data into records, skipping a last one truncated by a crash."""
     position = 0
     while position + _LENGTH.size <= len(data):
         end = position + _LENGTH.size + _LENGTH.unpack_from(data, position)[0]
@@ -202,7 +202,7 @@ class VisualDLWriter(MetricWriter):
     """
 
     def __init__(self, folder: Path, run_name: str, keep_until_step: int | None) -> None:
-        """Opens the file; truncates it to what a resumed run keeps.
+        """Opens the file; truncates it to the records that a resumed run keeps.
 
         Args:
             folder: created if it is missing.
@@ -214,8 +214,8 @@ class VisualDLWriter(MetricWriter):
         package = find_spec("visualdl")
         if package is None or not package.submodule_search_locations:
             raise ImportError("visualdl is not installed")
-        # Its generated file alone: `import visualdl` makes folders in the user's home and takes
-        # 0.3 s.
+        # Only its generated file: `import visualdl` makes folders in the user's home and takes 0.3
+        # s.
         messages = run_path(f"{package.submodule_search_locations[0]}/proto/record_pb2.py")
         self._record_type = messages["Record"]
         require_no_link(folder)

@@ -25,7 +25,7 @@ from ppdist.config.shipped import find_config
 from ppdist.config.yaml import BASE_KEY, Node
 
 PADDLE, ULTRA, OTHERS = "PaddleDetection", "ultralytics", "other trainers"
-_OPTION_OF_FILES = "--source"  # which would take `conf=0.4` for one
+_OPTION_OF_FILES = "--source"  # takes files, and would mistake `conf=0.4` for one
 
 
 class Equivalent(NamedTuple):

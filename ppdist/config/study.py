@@ -29,7 +29,7 @@ from ppdist.config.section import Section
 from ppdist.config.shipped import find_config
 from ppdist.config.yaml import Node, Place, Problem, Reader, problems_error
 
-_MOST_VALUES = 1000  # of a key in a grid; each is tried on the experiment first
+_MOST_VALUES = 1000  # values of a key in a grid; each is first checked on the experiment
 
 
 class Dimension(Section):

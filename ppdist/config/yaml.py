@@ -21,7 +21,7 @@ from ppdist.config.shipped import find_config, near
 BASE_KEY = "_BASE_"
 _TAG = "tag:yaml.org,2002:"
 _MAX_FILE_BYTES = 1 << 24  # 16 MiB
-_MAX_VALUES = 100_000  # of a file: ten lines of aliases can stand for more than memory holds
+_MAX_VALUES = 100_000  # per file: ten lines of aliases can expand to more than memory holds
 _MAX_DIGITS = 1000  # of an integer; what has more is a float, and too large for any key
 _INT = re.compile(r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(
