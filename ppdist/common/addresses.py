@@ -45,7 +45,7 @@ def folder_of(root: str, name: str = "") -> Path:
 def work_folder(output_dir: str | os.PathLike[str]) -> Path:
     """Returns the local folder of a run; for s3://bucket/run, it is output/s3/bucket/run.
 
-    An output_dir on a disk stays as it is.
+    A local output_dir is returned unchanged.
     """
     if not is_remote(output_dir):
         return Path(output_dir)
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 def place_in_shard(path: str) -> Place | None:
     """Splits a path into a tar file into folder, shard and name; None for other paths.
 
-    A folder on disk whose name ends with .tar is a plain folder.
+    A folder on disk whose name ends with .tar counts as a plain folder.
     """
     begin = 0
     while (position := path.find(f"{SHARD_SUFFIX}/", begin)) >= 0:

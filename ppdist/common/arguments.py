@@ -32,7 +32,7 @@ def share(text: str) -> float:
 def time_in(unit: str) -> Callable[[str], float]:
     """Returns the type of an option that takes a time above 0.
 
-    Args: unit: of the time, for the message.
+    Args: unit: unit of the time, used in the error message.
     """
 
     def parse(text: str) -> float:

@@ -38,7 +38,7 @@ def require_same_classes(
     Args:
         where: owner of `other_names`, such as a file; the message begins with it.
         owner: owner of `names`, in words.
-        fix: the remedy.
+        fix: what the user can do.
     Raises: ConfigError `classes_differ`, with both lists.
     """
     if not (tell_apart(names) and tell_apart(other_names)):

@@ -10,7 +10,7 @@ from ppdist.common.files import digest_of_file, digest_of_text
 
 @cache
 def digests_of_package() -> dict[str, str]:
-    """Digests every file of ppdist, by its path, as of the first call."""
+    """Returns a digest of every file of ppdist by path, computed at the first call."""
     package = Path(ppdist.__file__).parent
     return {
         f"ppdist/{path.relative_to(package).as_posix()}": digest_of_file(path)
@@ -19,5 +19,5 @@ def digests_of_package() -> dict[str, str]:
 
 
 def digest_of_package() -> str:
-    """Digests all files of ppdist together."""
+    """Returns one digest of all files of ppdist."""
     return digest_of_text(json.dumps(digests_of_package()))

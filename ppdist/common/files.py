@@ -93,7 +93,7 @@ def sync_path(path: Path) -> None:
 
 
 def open_own(path: Path, mode: str, **options: Any) -> IO[Any]:
-    """Opens a file that grows for writing, as `open` does; see `own_handle`.
+    """Opens a growing file for writing, like `open`; see `own_handle`.
 
     Raises: OSError.
     """
@@ -103,7 +103,7 @@ def open_own(path: Path, mode: str, **options: Any) -> IO[Any]:
 def own_handle(path: str | Path, flags: int, mode: int = 0o666) -> int:
     """Opens a file that has no other name for writing, as `os.open` does.
 
-    A link or a pipe there is deleted.  A file with further names, as `cp -al` makes, is copied
+    A link or a pipe there is deleted.  A file with other names, as `cp -al` creates, is copied
     first, so that the other names keep their content.
 
     Raises: OSError.
@@ -192,9 +192,9 @@ def make_parent(path: Path) -> None:
 
 
 def require_no_link(folder: Path) -> None:
-    """Refuses a link in place of a folder whose path no user typed.
+    """Refuses a link in place of a folder whose path was not typed by a user.
 
-    A run's folder that came in an archive must not choose where files go.
+    A run's folder from an archive must not decide where files are written.
 
     Raises: UserError `folder_is_link`.
     """
@@ -279,13 +279,13 @@ def digest_of_file(path: Path) -> str:
             while block := file.read(_BLOCK_BYTES):
                 content.update(block)
     except OSError as error:
-        # Loading the file reports the error with more detail.
+        # The error is reported in more detail when the file is loaded.
         return f"cannot be read: {error.strerror}"
     return content.hexdigest()
 
 
 def digest_of_text(text: str) -> str:
-    """Computes a 16-character digest of a text, to compare."""
+    """Computes a 16-character digest of a text, for comparison."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

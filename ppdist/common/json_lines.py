@@ -19,14 +19,14 @@ _PREFIX = re.compile(r"^(?:(?:ppdist|fleetrun): )?(?:(error|warning|note): )?")
 
 
 class _State:
-    """The format and the step of the lines of this process."""
+    """The format of this process's log lines, and the step that they state."""
 
     chosen = False  # by the configuration
     step: int | None = None
 
 
 def choose_format(name: str) -> None:
-    """Takes `log.format` of a configuration, for the rest of this process or until the next one."""
+    """Applies `log.format` of a configuration, until the process ends or another is applied."""
     _State.chosen, _State.step = name == "json", None
 
 
@@ -53,8 +53,8 @@ def format_text(
 
     Args:
         time: seconds since 1970.
-        code: of the error, which may end the text in brackets.
-        fails: True: it is an error, whatever its prefix.
+        code: code of the error, which the text may contain in brackets at its end.
+        fails: True if the line is an error, whatever its prefix.
     """
     text = text.strip()
     match = _PREFIX.match(text)

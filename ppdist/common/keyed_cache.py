@@ -43,7 +43,7 @@ class KeyedCache:
     def __init__(
         self, folder: Path, most_bytes: int, say: Callable[[str], object] = _ignore
     ) -> None:
-        """Uses `folder`, which the first entry creates.
+        """Uses `folder`, which is created with the first entry.
 
         Args: say: called once, by one forked worker, with the reason why caching ended.
         """
@@ -56,7 +56,7 @@ class KeyedCache:
     def of_user(
         cls, name: str, most_bytes: int, say: Callable[[str], object] = _ignore
     ) -> "KeyedCache | None":
-        """Opens the named cache of this user; None: there is no home folder."""
+        """Opens the named cache of this user; None if the user has no home folder."""
         folder = user_cache()
         return None if folder is None else cls(folder / name, most_bytes, say)
 

@@ -7,7 +7,7 @@ import resource
 
 from ppdist.common.errors import FILES_LIMIT, MEMORY_LIMIT, UserError, limit_met
 
-# Paddle alone does not load in less; measured on its CPU build: 1.5 GiB fails, 2.9 GiB trains.
+# Paddle alone does not load with less; measured on its CPU build: 1.5 GiB fails, 2.9 GiB trains.
 _LEAST_ADDRESSES = 1 << 30
 LEAST_FILES = 32  # for a launcher; two ranks fail at 24 and train at 40
 _MIB = 1 << 20

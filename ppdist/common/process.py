@@ -128,7 +128,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
         if was_interrupted() or isinstance(error, KeyboardInterrupt):
-            # A library may have raised another error for the KeyboardInterrupt.
+            # A library may have raised another error in place of the KeyboardInterrupt.
             code = INTERRUPTED
         else:
             code, failure = describe_end(error)
@@ -161,7 +161,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 def describe_end(error: BaseException) -> tuple[int, Failure]:
     """Returns the exit code and the failure of an error, while it is handled."""
     if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
-        # For example `| head` has read enough: no error for the user.
+        # The reader of stdout, such as `| head`, is gone: no error for the user.
         return 128 + signal.SIGPIPE, Failure("", "", "")
     shown_error = convert_limit_error(error)
     if isinstance(error, ModuleNotFoundError) and error.name == "paddle":

@@ -61,7 +61,7 @@ class TrackedRun:
     resume_step: int | None
 
     def remembered_id(self) -> str | None:
-        """Reads the tracker's id of a resumed run; None: a new run."""
+        """Reads the id that the tracker gave to a resumed run; None for a new run."""
         if self.resume_step is None:
             return None
         try:
@@ -70,7 +70,7 @@ class TrackedRun:
             return None
 
     def remember_id(self, identity: str) -> None:
-        """Writes the tracker's id, for a later start that resumes this run."""
+        """Stores the tracker's id of this run, for when it is resumed."""
         replace_file(self.folder / _ID_FILE, json.dumps({"id": identity}).encode())
 
 
@@ -200,7 +200,7 @@ class TrackerProcess(MetricWriter):
 def main() -> None:
     """Runs the process of one tracker: reads messages from stdin, calls its writer."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # The run itself says when to end; Ctrl-C reaches all processes of the terminal.
+    # The run itself tells this process when to end; Ctrl-C reaches all processes of the terminal.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     messages = sys.stdin.buffer
