@@ -141,7 +141,7 @@ CARRIES = {
     "ppdist.models.rtdetr": (21, 3900),
     "ppdist.data.image": (7, 1860),
     "ppdist.data.transforms.pipeline": (23, 5850),
-    "ppdist.data.loading.loader": (51, 11950),
+    "ppdist.data.loading.loader": (51, 12050),
     "ppdist.engine.train_step": (36, 5800),
     "ppdist.engine.trainer": (73, 12700),
 }

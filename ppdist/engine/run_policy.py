@@ -13,7 +13,7 @@ from ppdist.engine.step_policy import StepResult
 
 
 class Next(IntEnum):
-    """What a policy answers after a step; if policies differ, the strictest answer counts."""
+    """Answer of a policy after a step; if policies differ, the strictest answer counts."""
 
     CONTINUE = 0
     EVALUATE = 1

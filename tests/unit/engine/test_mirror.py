@@ -1,6 +1,7 @@
 """A run in an object store: what is uploaded when, who owns it, and what a new disk gets."""
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -188,6 +189,7 @@ def test_who_loses_the_folder_stops_and_uploads_nothing(tmp_path, store):
 
 
 def test_an_outage_delays_and_what_is_missing_at_the_end_is_named(tmp_path, store, caplog):
+    caplog.set_level(logging.INFO, logger="ppdist")
     mirror = mirror_at(tmp_path / "a")
     store.down = True
     save(mirror.folder, 2)
