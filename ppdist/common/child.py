@@ -134,20 +134,28 @@ def start_here(command: Sequence[str], **settings: Any) -> Process:
 
 
 def output_of(
-    command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+    content: str = "",
 ) -> tuple[int, str, str] | None:
     """Runs a program; returns its exit code, stdout and stderr, or None at the timeout.
 
+    At the timeout it is killed with its children; one in a session of its own is not waited for.
+
+    Args: content: its standard input.
     Raises: OSError: it cannot be started.
     """
+    source = PIPE if content else DISCARD
     with start(
-        command, stdout=PIPE, stderr=PIPE, env=environment, text=True, errors="replace"
-    ) as child:
+        command, stdin=source, stdout=PIPE, stderr=PIPE, env=environment, text=True,
+        errors="replace",
+    ) as child:  # fmt: skip
         try:
-            output, errors = child.communicate(timeout=seconds)
+            output, errors = child.communicate(content or None, timeout=seconds)
         except TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
             return None
     return child.returncode, output, errors
 

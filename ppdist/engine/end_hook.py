@@ -4,19 +4,17 @@ import json
 import os
 import re
 import shlex
-import signal
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.request import Request, urlopen
 
 from ppdist.common import process
-from ppdist.common.child import PIPE, TimeoutExpired, own_environment, start
+from ppdist.common.child import output_of, own_environment
 from ppdist.common.job import RESTART_VARIABLE, hosts_change, launched_rank
 from ppdist.common.records import summarise_results
 
@@ -88,12 +86,12 @@ def call_hook(target: str, summary: Mapping[str, Any]) -> None:
 
     Raises: OSError: the command or request failed, or took too long.
     """
-    data = json.dumps(summary, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    content = json.dumps(summary)  # ASCII, whatever the locale of a command
     seconds = _STOPPED_SECONDS if summary["outcome"] == "stopped" else _SECONDS
     if re.match(r"https?://", address := os.path.expandvars(target)):
-        _post(address, data, seconds)
+        _post(address, content.encode(), seconds)
     else:
-        _run(target, data, seconds)
+        _run(target, content, seconds)
 
 
 def _post(address: str, data: bytes, seconds: float) -> None:
@@ -117,16 +115,11 @@ def _post(address: str, data: bytes, seconds: float) -> None:
         raise OSError(f"{type(problem).__name__}: {problem}")
 
 
-def _run(command: str, data: bytes, seconds: float) -> None:
-    with start(
-        ["/bin/sh", "-c", command], stdin=PIPE, stdout=PIPE, stderr=PIPE, env=own_environment()
-    ) as child:
-        try:
-            _, errors = child.communicate(data, timeout=seconds)
-        except TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            raise TimeoutError(f"the command took longer than {seconds:.0f} s") from None
-    if child.returncode:
-        last_line = (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
-        raise OSError(f"the command ended with exit code {child.returncode}: {last_line}")
+def _run(command: str, content: str, seconds: float) -> None:
+    result = output_of(["/bin/sh", "-c", command], seconds, own_environment(), content)
+    if result is None:
+        raise TimeoutError(f"the command took longer than {seconds:.0f} s")
+    exit_code, _, errors = result
+    if exit_code:
+        last_line = (errors.strip().splitlines() or [""])[-1]
+        raise OSError(f"the command ended with exit code {exit_code}: {last_line}")
