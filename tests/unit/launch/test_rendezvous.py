@@ -16,6 +16,7 @@ from ppdist.launch.handshake import Handshake, differences, read_handshake
 from ppdist.launch.rendezvous import Hub
 from tests.errors import raises
 from tests.ports import free_port
+from tests.unit.launch.hosts import wait_for
 from tests.unit.launch.waiting import TRAIN, A, B, C, Host, host
 
 OLD, NAMES = "127.0.0.9", ("pod-0", "pod-1", "pod-2")
@@ -85,7 +86,9 @@ def test_before_a_restart_a_signal_ends_all_waiting(stopped: int) -> None:
     hosts = [Host(host(own, all_hosts, attempt=1), port, 60) for own in (A, B, C)]
     for each in hosts:
         each.start()
-    time.sleep(0.5)
+    hub = hosts[0].hub
+    assert hub is not None
+    wait_for(lambda: len(hub.waiting()) == 2)
     hosts[stopped].received.append(signal.SIGTERM)
     for each in hosts:
         each.end()
@@ -221,7 +224,6 @@ def test_noise_on_first_host_port_is_harmless() -> None:
         b"\xff\n",
         b"",
     ):
-        time.sleep(0.2)
         callers.append(socket.create_connection((A, port)))
         callers[-1].settimeout(5)
         try:

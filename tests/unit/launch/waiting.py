@@ -41,13 +41,21 @@ class Host:
     compare: Sequence[str] = ()
 
     def start(self) -> None:
+        self.open_hub()  # so that it listens before another host or a stranger calls
         self.thread = threading.Thread(target=self.meet, daemon=True)
         self.thread.start()
 
-    def meet(self) -> None:
+    def open_hub(self) -> None:
         try:
             if self.handshake.is_first and self.hub is None:
                 self.hub = Hub(self.handshake, self.port, self.said.append, self.token)
+        except LaunchError as error:
+            self.error, self.code = str(error), error.code
+
+    def meet(self) -> None:
+        if self.error:
+            return
+        try:
             self.channel = rendezvous.rendezvous(
                 self.handshake, self.port, self.seconds, self.said.append, self.received,
                 self.token, self.resolve, self.hub, self.compare,
