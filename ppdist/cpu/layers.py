@@ -221,8 +221,8 @@ class _Branch:
         momentum = paddle_api.momentum(self.norm)
         mean_O, var_O = paddle_api.running_statistics(self.norm)
         # Paddle's CPU kernel uses the biased variance (1/n) as its running statistic; so do we.
-        paddle.assign(momentum * mean_O + (1 - momentum) * self.mean_O, mean_O)
-        paddle.assign(momentum * var_O + (1 - momentum) * self.var_O, var_O)
+        mean_O.scale_(momentum).add_(self.mean_O * (1 - momentum))
+        var_O.scale_(momentum).add_(self.var_O * (1 - momentum))
         return out
 
     def infer(self, x: Tensor, weight: Tensor, gamma_O: Tensor, beta_O: Tensor) -> Tensor:

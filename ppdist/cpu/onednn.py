@@ -28,6 +28,7 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
+from ppdist.distributed import paddle_api
 from ppdist.models.functional import LEAKY_SLOPE
 
 _MAX_DIMS = 12
@@ -249,7 +250,7 @@ class _Primitive:
 
     def __init__(self, description: c_void_p, inputs: _Places, outputs: _Places) -> None:
         self.handle = _create("primitive_create", description)
-        self.outputs = [descriptor for _, descriptor in outputs]
+        self.outputs = [(y.tensor_shape, getattr(paddle, y.dtype)) for _, y in outputs]
         places = [*inputs, *outputs]
         self.arguments, self.memories = (_Argument * len(places))(), []
         # Memory objects are created once; each call only sets the addresses of the tensors.
@@ -265,8 +266,8 @@ class _Primitive:
         """
         lib = library()
         outputs = [] if into is None else [into]
-        for descriptor in self.outputs[len(outputs) :]:
-            outputs.append(paddle.empty(descriptor.tensor_shape, dtype=descriptor.dtype))
+        for shape, dtype in self.outputs[len(outputs) :]:
+            outputs.append(paddle_api.allocate(shape, dtype))
         for memory, tensor in zip(self.memories, (*inputs, *outputs), strict=True):
             lib.c.dnnl_memory_set_data_handle(memory, tensor.data_ptr())
         status = lib.c.dnnl_primitive_execute(
@@ -387,7 +388,10 @@ class _WeightedOperation:
         x and dy are buffers in the layouts `self.x` and `self.y`.
         """
         dw, *d_bias = self._weight(self._x_to_weight(x), self._y_to_weight(dy))
-        return self._dw_out(dw).reshape(self.w_shape), d_bias[0] if d_bias else None
+        dw = self._dw_out(dw)
+        # Paddle takes longer to reshape a tensor than oneDNN to reorder a small weight.
+        dw = dw if dw.shape == self.w_shape else dw.reshape(self.w_shape)
+        return dw, d_bias[0] if d_bias else None
 
     def data_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
         """Computes a buffer in layout `self.x_given` from one in layout `self.y`."""

@@ -169,6 +169,17 @@ def forget_update_lists(optimizer: Any) -> None:
 
 # Storage
 
+_CPU = core.CPUPlace()
+
+
+def allocate(shape: Sequence[int], dtype: paddle.dtype) -> Tensor:
+    """Allocates a tensor on the CPU without setting its values.
+
+    A step of YOLOv5n on oneDNN allocates 800 buffers, and `paddle.empty` takes four times as long
+    to examine its arguments as to allocate.
+    """
+    return paddle._C_ops.empty(shape, dtype, _CPU)
+
 
 def part(flat_F: Tensor, start: int, size: int) -> Tensor:
     """Returns a slice of `size` elements from `start`, [size], in the same storage."""

@@ -7,6 +7,7 @@ is no host synchronisation.
 Letters: B images, M padded boxes, A anchors per level, S = 3 * M slots.
 """
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import paddle
@@ -43,6 +44,24 @@ class Matches(NamedTuple):
     label_BS: Tensor
 
 
+class _Slots(NamedTuple):
+    """Cells of the slots of one level, in cells, and which of them learn an object.
+
+    x_BM, y_BM, wh_BM2: centres and sizes of the boxes.
+    step_x_BM, step_y_BM: direction of the neighbours: -1, 1, or 0 for none.
+    column_BS, row_BS: float32; is_positive_BAS: as in `Matches`.
+    """
+
+    x_BM: Tensor
+    y_BM: Tensor
+    wh_BM2: Tensor
+    step_x_BM: Tensor
+    step_y_BM: Tensor
+    column_BS: Tensor
+    row_BS: Tensor
+    is_positive_BAS: Tensor
+
+
 @paddle.no_grad()
 def match_anchors(
     boxes_BM4: Tensor,
@@ -67,6 +86,37 @@ def match_anchors(
         size: (height, width) of the level in cells.
         stride: pixels per cell.
     """
+    slots = _place_slots(boxes_BM4, mask_BM, anchors_A2, size, stride, threshold)
+    height, width = size
+    cell_BS = (slots.row_BS * width + slots.column_BS).astype("int64")
+    rank_BS = _slot_rank(slots.step_x_BM, slots.step_y_BM)
+    from_cell_BS2 = paddle.stack(
+        [
+            slots.x_BM.tile([1, CELLS]) - slots.column_BS,
+            slots.y_BM.tile([1, CELLS]) - slots.row_BS,
+        ],
+        axis=-1,
+    )
+    # Padding gets class 0, because it needs a valid index, too.
+    labels_BM = labels_BM.astype("int64") * mask_BM.astype("int64")
+    return Matches(
+        cell_BS,
+        slots.is_positive_BAS,
+        _find_winners(cell_BS, slots.is_positive_BAS, rank_BS, height * width),
+        paddle.concat([from_cell_BS2, slots.wh_BM2.tile([1, CELLS, 1])], axis=-1),
+        labels_BM.tile([1, CELLS]),
+    )
+
+
+def _place_slots(
+    boxes_BM4: Tensor,
+    mask_BM: Tensor,
+    anchors_A2: Tensor,
+    size: tuple[int, int],
+    stride: int,
+    threshold: float,
+) -> _Slots:
+    """Finds the cells of all slots, and the positive ones.  Takes arguments of `match_anchors`."""
     height, width = size
     boxes_BM4 = boxes_BM4.astype("float32") / stride
     wh_BM2 = boxes_BM4[..., 2:] - boxes_BM4[..., :2]
@@ -85,21 +135,7 @@ def match_anchors(
     mask_B1M = mask_BM.unsqueeze(1).astype("float32")
     fits_BAM = (max_ratio_BAM < threshold).astype("float32") * mask_B1M
     is_positive_BAS = fits_BAM.tile([1, 1, CELLS]) * exists_BS.unsqueeze(1)
-
-    cell_BS = (row_BS * width + column_BS).astype("int64")
-    rank_BS = _slot_rank(step_x_BM, step_y_BM)
-    from_cell_BS2 = paddle.stack(
-        [x_BM.tile([1, CELLS]) - column_BS, y_BM.tile([1, CELLS]) - row_BS], axis=-1
-    )
-    # Padding gets class 0, because it needs a valid index, too.
-    labels_BM = labels_BM.astype("int64") * mask_BM.astype("int64")
-    return Matches(
-        cell_BS,
-        is_positive_BAS,
-        _find_winners(cell_BS, is_positive_BAS, rank_BS, height * width),
-        paddle.concat([from_cell_BS2, wh_BM2.tile([1, CELLS, 1])], axis=-1),
-        labels_BM.tile([1, CELLS]),
-    )
+    return _Slots(x_BM, y_BM, wh_BM2, step_x_BM, step_y_BM, column_BS, row_BS, is_positive_BAS)
 
 
 def _neighbour_step(fraction_BM: Tensor, place_BM: Tensor, cells: int) -> Tensor:
@@ -229,9 +265,11 @@ class YOLOv5Loss(Loss):
         self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
     ) -> Tensor:
         """Counts images, and matches of each level: float32 [1 + L]; see `Loss`."""
-        return _local_normalizers(
-            boxes_BM4.shape[0], self.matches(boxes_BM4, labels_BM, mask_BM, size)
-        )
+        positives = [
+            _place_slots(boxes_BM4, mask_BM, *level, self.threshold).is_positive_BAS
+            for level in self._levels(size)
+        ]
+        return _local_normalizers(boxes_BM4.shape[0], positives)
 
     def matches(
         self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
@@ -241,17 +279,15 @@ class YOLOv5Loss(Loss):
         Args: size: (height, width) of the input in pixels.
         """
         return [
-            match_anchors(
-                boxes_BM4,
-                labels_BM,
-                mask_BM,
-                self.anchors_LA2[level].astype("float32"),
-                (size[0] // stride, size[1] // stride),
-                stride,
-                self.threshold,
-            )
-            for level, stride in enumerate(self.strides)
+            match_anchors(boxes_BM4, labels_BM, mask_BM, *level, self.threshold)
+            for level in self._levels(size)
         ]
+
+    def _levels(self, size: tuple[int, int]) -> Iterator[tuple[Tensor, tuple[int, int], int]]:
+        """Yields anchors_A2, size in cells and stride of each level for an input of this size."""
+        for level, stride in enumerate(self.strides):
+            cells = size[0] // stride, size[1] // stride
+            yield self.anchors_LA2[level].astype("float32"), cells, stride
 
     def forward(
         self,
@@ -285,7 +321,8 @@ class YOLOv5Loss(Loss):
             size = maps[0].shape[2] * self.strides[0], maps[0].shape[3] * self.strides[0]
             levels = self.matches(boxes_BM4, labels_BM, mask_BM, size)
             if global_normalizers is None:
-                global_normalizers = _local_normalizers(boxes_BM4.shape[0], levels)
+                positives = [level.is_positive_BAS for level in levels]
+                global_normalizers = _local_normalizers(boxes_BM4.shape[0], positives)
             divisor = global_normalizers.clip(min=1.0).detach()
             weights = LEVEL_WEIGHTS[len(self.strides)]
             terms = []
@@ -428,9 +465,9 @@ class YOLOv5Loss(Loss):
         return box, objectness, (bce_BAS * matches.is_positive_BAS).sum()
 
 
-def _local_normalizers(images: int, levels: list[Matches]) -> Tensor:
+def _local_normalizers(images: int, positives: list[Tensor]) -> Tensor:
     """Stacks the number of images and of matches on each level."""
-    matches = [level.is_positive_BAS.sum() for level in levels]
+    matches = [is_positive_BAS.sum() for is_positive_BAS in positives]
     return paddle.stack([paddle.full([], float(images)), *matches])
 
 

@@ -139,7 +139,7 @@ class EMA:
         self.updates += steps
         for keys, storage in self._buckets:
             values = [masters[key] if key in masters else self._live[key] for key in keys]
-            _, value = paddle_api.coalesce([entry.astype("float32") for entry in values])
+            _, value = paddle_api.coalesce([_widen(value) for value in values])
             average = storage.gather() if len(keys) > 1 else self.average[keys[0]]
             # The difference of a constant (anchors) is 0, so it stays exactly equal.
             # lerp_ computes the same and took four times as long on a CPU.
@@ -166,3 +166,8 @@ class EMA:
         for key, average in self.average.items():
             value = self._live[key] if key in self._constant else paddle.to_tensor(arrays[key])
             paddle.assign(value.astype(average.dtype), average)
+
+
+def _widen(value: paddle.Tensor) -> paddle.Tensor:
+    """Returns a value as float32.  `astype` takes 5 us even where it changes nothing."""
+    return value if value.dtype == paddle.float32 else value.astype("float32")

@@ -56,7 +56,9 @@ class RunningStatistics:
         A blank image must not enter running statistics.  Synchronised batch norms need all ranks in
         their collectives, so there a rank with a blank image takes part with weight 0.
         """
-        model.train() if real or self.spread else model.eval()
+        training = real or self.spread
+        if model.training != training:  # it walks through all layers, so not in each pass
+            model.train() if training else model.eval()
         for layer in self._synced:
             layer.counts = real
 

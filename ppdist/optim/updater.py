@@ -67,6 +67,8 @@ class Updater:
     def masters(self) -> dict[str, Tensor]:
         """Returns float32 masters of low-precision parameters (AMP O2), by state-dict key."""
         masters = paddle_api.master_weights(self.optimizer)
+        if not masters:  # nearly always: then the walk through the model would take 2 ms of a step
+            return {}
         named = self._model.named_parameters()
         return {key: masters[p.name] for key, p in named if p.name in masters}
 
