@@ -8,8 +8,16 @@ import pytest
 from tests.source_tree import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-SHORTER = {"deploy_zh", "finetuning_zh", "python_zh"}  # not translated whole yet
-FAITHFUL = ["clusters", "data", "distributed", "evaluation", "from_paddledetection", "which_model"]
+SHORTER = {"finetuning_zh", "python_zh"}  # not translated whole yet
+FAITHFUL = [
+    "clusters",
+    "data",
+    "deploy",
+    "distributed",
+    "evaluation",
+    "from_paddledetection",
+    "which_model",
+]
 PAGES = sorted(path.stem for path in DOCS.glob("*_zh.md") if path.stem not in SHORTER)
 
 
