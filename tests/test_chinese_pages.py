@@ -14,6 +14,7 @@ FAITHFUL = [
     "data",
     "deploy",
     "distributed",
+    "environment",
     "evaluation",
     "from_paddledetection",
     "which_model",
