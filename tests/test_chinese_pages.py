@@ -11,6 +11,7 @@ DOCS = REPOSITORY / "docs"
 SHORTER = {"finetuning_zh", "python_zh"}  # not translated whole yet
 FAITHFUL = [
     "clusters",
+    "cloud",
     "data",
     "deploy",
     "distributed",
@@ -63,3 +64,10 @@ def test_chinese_page_links_to_the_headings_of_the_english_one(page: str) -> Non
 def test_links_between_chinese_pages_reach_a_heading() -> None:
     for path in DOCS.glob("*_zh.md"):
         assert targets(path.stem) is not None  # ValueError: there is no such heading
+
+
+def test_chinese_pages_link_to_chinese_pages() -> None:
+    for path in [REPOSITORY / "README_zh.md", *DOCS.glob("*_zh.md")]:
+        links = re.findall(r"\[([^]]+)\]\(([\w/]+)\.md[#)]", path.read_text("utf-8"))
+        pages = {page for text, page in links if text != "English" and not page.endswith("_zh")}
+        assert not [page for page in pages if (path.parent / f"{page}_zh.md").exists()], path
