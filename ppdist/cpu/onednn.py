@@ -299,6 +299,15 @@ def _layout(
     return chosen
 
 
+def _reorder(source: Descriptor, target: Descriptor) -> _Primitive:
+    """Creates the copy between two layouts or dtypes of one shape."""
+    engine = library().engine
+    description = _create(
+        "reorder_primitive_desc_create", source.handle, engine, target.handle, engine, None
+    )
+    return _Primitive(description, [(_SRC, source)], [(_DST, target)])
+
+
 class Reorder:
     """Copy between two layouts or dtypes of one shape."""
 
@@ -311,11 +320,7 @@ class Reorder:
         self.primitive: _Primitive | None = None
         if source.equals(target) and not is_part:
             return
-        engine = library().engine
-        description = _create(
-            "reorder_primitive_desc_create", source.handle, engine, target.handle, engine, None
-        )
-        self.primitive = _Primitive(description, [(_SRC, source)], [(_DST, target)])
+        self.primitive = _reorder(source, target)
 
     def __call__(self, buffer: Tensor) -> Tensor:
         """Returns `buffer` in the target layout; `buffer` itself if the layouts are equal."""
@@ -536,6 +541,33 @@ class BatchNorm:
         return self._back(x, scale, mean, variance, dy, into=dy if in_place else None)
 
 
+class ChannelAffine:
+    """scale_C * x + shift_C of buffers in a given layout: batch norm with mean 0 and variance 1."""
+
+    def __init__(self, x: Descriptor) -> None:
+        per_channel, flags = plain([x.shape[1]]), _SCALE | _SHIFT | _GLOBAL_STATS
+        form = (x.handle, x.handle, c_float(0.0), flags)
+        forward = _describe("batch_normalization_forward", _FORWARD_TRAINING, *form)
+        back = _describe("batch_normalization_backward", _BACKWARD, x.handle, *form, forward)
+        scale, shift, mean, variance, dscale, dshift = (
+            (argument, per_channel)
+            for argument in (_A_SCALE, _A_SHIFT, _MEAN, _VARIANCE, _D_SCALE, _D_SHIFT)
+        )
+        self._forward = _Primitive(forward, [(_SRC, x), scale, shift, mean, variance], [(_DST, x)])
+        self._back = _Primitive(
+            back, [(_SRC, x), scale, mean, variance, (_D_DST, x)], [(_D_SRC, x), dscale, dshift]
+        )
+        self._mean_C, self._variance_C = paddle.zeros([x.shape[1]]), paddle.ones([x.shape[1]])
+
+    def forward(self, x: Tensor, scale_C: Tensor, shift_C: Tensor) -> Tensor:
+        """Returns the result."""
+        return self._forward(x, scale_C, shift_C, self._mean_C, self._variance_C)[0]
+
+    def gradient(self, x: Tensor, scale_C: Tensor, dy: Tensor) -> list[Tensor]:
+        """Returns dx, dscale_C and dshift_C."""
+        return self._back(x, scale_C, self._mean_C, self._variance_C, dy)
+
+
 class LayerNorm:
     """Normalisation of each row of numbers [R, D].
 
@@ -697,14 +729,13 @@ def _pooling(
     return MapKernel("pooling", x, y, form, form, needs_workspace=kind == _POOLING_MAX)
 
 
-def max_pool(x: Descriptor, size: int, stride: int = 1) -> MapKernel:
-    """Creates a max pooling over square windows (of odd size) around every `stride`-th cell."""
-    y = x
-    if stride > 1:
-        assert x.block is not None
-        cells = [(n - 1) // stride + 1 for n in x.shape[2:]]
-        y = layout((*x.shape[:2], *cells), x.block, x.dtype)
-    return _pooling(_POOLING_MAX, x, y, [size, size], size // 2, stride)
+def max_pool(x: Descriptor, size: int, stride: int, padding: int) -> MapKernel:
+    """Creates a max pooling over square windows; padding counts as less than any number."""
+    batch, channels, *cells = x.shape
+    height, width = ((n + 2 * padding - size) // stride + 1 for n in cells)
+    assert x.block is not None
+    y = layout((batch, channels, height, width), x.block, x.dtype)
+    return _pooling(_POOLING_MAX, x, y, [size, size], padding, stride)
 
 
 def mean_pool(x: Descriptor) -> MapKernel:
@@ -722,6 +753,32 @@ def upsample2x(x: Descriptor) -> MapKernel:
     y = layout((batch, channels, 2 * height, 2 * width), x.block, x.dtype)
     form = (_NEAREST, (c_float * 2)(2.0, 2.0), x.handle, y.handle)
     return MapKernel("resampling", x, y, form, form)
+
+
+class Pad:
+    """Zeros to the right of a map and below it.
+
+    Attributes: y: layout of the result.
+    """
+
+    def __init__(self, x: Descriptor, right: int, below: int) -> None:
+        batch, channels, height, width = x.shape
+        assert x.block is not None
+        self.y = layout((batch, channels, height + below, width + right), x.block, x.dtype)
+        inside = _create(
+            "memory_desc_create_submemory", self.y.handle, _dims(x.shape), _dims([0, 0, 0, 0])
+        )
+        piece = Descriptor(inside, x.shape, x.dtype)
+        self._write = _reorder(x, piece)
+        self._cut = Reorder(piece, x, is_part=True)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """Returns the padded buffer, like `MapKernel.forward` without a workspace."""
+        return self._write(x, into=paddle.zeros(self.y.tensor_shape, self.y.dtype))
+
+    def gradient(self, dy: Tensor) -> Tensor:
+        """Returns dx."""
+        return self._cut(dy)
 
 
 class Concat:

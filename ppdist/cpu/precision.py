@@ -89,7 +89,7 @@ def missing_bfloat16() -> str:
         conv = onednn.Convolution(
             (1, 16, 8, 8), (16, 16, 3, 3), (1, 1), (1, 1), (1, 1), 1, False, dtype="bfloat16"
         )
-        onednn.max_pool(conv.y, 5)
+        onednn.max_pool(conv.y, 5, 1, 2)
         onednn.mean_pool(onednn.layout((1, 16, 8, 8), 16, "bfloat16"))
         onednn.BatchNorm(conv.y, 1e-5)
         onednn.Activation("silu", conv.y)

@@ -122,6 +122,7 @@ def scale_channels(x: Tensor, factor_BC11: Tensor) -> Tensor:
     return x * factor_BC11
 
 
+@_operation
 def affine(x: Tensor, scale_1: Tensor, bias_1: Tensor) -> Tensor:
     """Computes scale * x + bias for a map in any layout; scale and bias are float32."""
     if x.dtype == paddle.bfloat16:  # the gradients of scale and bias are sums over a map

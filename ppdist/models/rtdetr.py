@@ -481,22 +481,28 @@ def _split(outputs: RTDETROutputs, noisy: NoisyQueries) -> RTDETROutputs:
     """Separates the denoising queries, which come first, from the other queries."""
     slots = noisy.labels_BD.shape[1]
 
-    def cut(refined: Refined, part: slice) -> Refined:
-        return Refined(*(None if x is None else x[:, part] for x in refined))
+    def split(refined: Refined) -> tuple[Refined, Refined]:
+        # One operator for both parts: the gradient of a slice is as large as the whole.
+        sizes = [slots, refined.logits_BQC.shape[1] - slots]
+        pairs = [
+            (None, None) if x is None else tuple(paddle.split(x, sizes, axis=1)) for x in refined
+        ]
+        denoising_part, query_part = zip(*pairs)
+        return Refined(*denoising_part), Refined(*query_part)
 
-    denoising_part, query_part = slice(0, slots), slice(slots, None)
-    preliminary = outputs.preliminary
+    layers = [split(layer) for layer in outputs.layers]
+    preliminary = (None, None) if outputs.preliminary is None else split(outputs.preliminary)
     denoised = Denoised(
-        tuple(cut(layer, denoising_part) for layer in outputs.layers),
-        None if preliminary is None else cut(preliminary, denoising_part),
+        tuple(denoising_part for denoising_part, _ in layers),
+        preliminary[0],
         noisy.target_BD,
         noisy.positive_BD,
         noisy.negative_BD,
         noisy.groups_B,
     )
     return outputs._replace(
-        layers=tuple(cut(layer, query_part) for layer in outputs.layers),
-        preliminary=None if preliminary is None else cut(preliminary, query_part),
+        layers=tuple(query_part for _, query_part in layers),
+        preliminary=preliminary[1],
         denoised=denoised,
     )
 
