@@ -297,7 +297,9 @@ class RTDETRLoss(Loss):
         terms["fgl"] = FGL_GAIN / boxes * fgl_LB.sum(-1)
         if len(layers) > 1:
             weight_LBQ = _distillation_weights(iou_LBQ[:-1], logits_LBQC[len(layers) - 1], learned)
-            ddf = localisation_distillation(corners[:-1], corners[-1:], weight_LBQ, DDF_TEMPERATURE)
+            # Not slices: the gradient of each would be as large as `corners`.
+            students, teacher = paddle.split(corners, [len(layers) - 1, 1])
+            ddf = localisation_distillation(students, teacher.detach(), weight_LBQ, DDF_TEMPERATURE)
             terms["ddf"] = DDF_GAIN / images * ddf.unsqueeze(0)
         return terms
 
