@@ -15,6 +15,13 @@ try:
 except (OSError, onednn.OneDNNError) as error:
     pytest.skip(f"no oneDNN in this Paddle: {error}", allow_module_level=True)
 
+
+def numbers(x):
+    """Two numbers, [1] each, that depend on a map."""
+    x = functional.plain(x)
+    return x.mean().reshape([1]), x.square().mean().reshape([1])
+
+
 OPERATIONS = {
     "sum": functional.add,
     "concatenation": lambda x, y: functional.concat([x, y], axis=1),
@@ -23,8 +30,14 @@ OPERATIONS = {
     "max pooling": lambda x, y: functional.max_pool2d(functional.add(x, y), 3, 1, 1),
     "max pooling, stride 2": lambda x, y: functional.max_pool2d(functional.add(x, y), 3, 2, 1),
     "max pooling of pairs": lambda x, y: functional.max_pool2d(functional.add(x, y), 2),
+    "max pooling, overlapping pairs": lambda x, y: functional.max_pool2d(
+        functional.add(x, y), 2, stride=1
+    ),
     "mean of pairs": lambda x, y: functional.avg_pool2d(functional.add(x, y), 2),
     "zeros below": lambda x, y: functional.pad(functional.add(x, y), [0, 0, 0, 1]),
+    "zeros right and below": lambda x, y: functional.pad(functional.add(x, y), [0, 2, 0, 1]),
+    "zeros above": lambda x, y: functional.pad(functional.add(x, y), [0, 0, 1, 0]),
+    "affine": lambda x, y: functional.affine(x, *numbers(y)),
     "second half": lambda x, y: functional.chunk(functional.add(x, y), 2, axis=1)[1],
     "activation": lambda x, y: functional.silu(functional.add(x, y)),
     "upsampling": lambda x, y: functional.upsample2x(functional.add(x, y)),
