@@ -72,8 +72,8 @@ class Detector:
 
     Args:
         weights: a checkpoint, a run's output_dir (its best), an export's folder, its ONNX file,
-            a .pt of YOLOv5, .pdparams, .safetensors or .npz, or the name of published weights
-            (docs/model_zoo.md), which are downloaded.
+            a .pt of YOLOv5, .pth, .pdparams, .safetensors or .npz, or the name of published
+            weights (docs/model_zoo.md), which are downloaded.
         config: the configuration of the weights, a file or the name of a shipped one, if they do
             not record their model (.pdparams).
         device: auto (an accelerator if Paddle has one), cpu, gpu, ...; also for training and
@@ -418,11 +418,15 @@ class Run(_Path):
     """The output_dir of a training run: a path with the numbers of its epochs.
 
     `Run("output/my_run")` opens any run, even one that still trains.
+
+        table = pandas.DataFrame(Run("output/my_run").history())
+        table.plot(x="epoch", y=["mAP", "mAP50"])
     """
 
     def history(self) -> list[dict[str, Any]]:
-        """Returns one row for each epoch, ready for `pandas.DataFrame`; see `ppdist report RUN
-        --csv`.
+        """Returns one row for each epoch, ready for `pandas.DataFrame`.
+
+        `ppdist report RUN --csv epochs.csv` writes them to a file.
 
         A row has `epoch`, `step` (its last), the means of `loss` and its parts, `lr`,
         `images_per_second`, `seconds`, and of an evaluation at its end `mAP`, `mAP50`, `val_loss`
@@ -463,8 +467,8 @@ def train(
     On several cards write a program that calls it, and start it with `fleetrun`.
 
     Args:
-        config: a file, the name of a shipped one, or the result of `load_config`; with `model` the
-            data, as `data`.
+        config: a file, the name of a shipped one, or the result of `load_config`; together with
+            `model` it is the data, as `data`.
         overrides: `key.path=value`, as after -o, or a mapping of values by key, nested or not.
         data: a data.yaml (ultralytics, Roboflow) or a folder with COCO's JSON, Pascal VOC's XML or
             YOLO's labels, for a classifier with a folder of images for each class; everything else
@@ -474,16 +478,16 @@ def train(
         batch: images on this card, or "auto".
         weights: a name or a file to start from, as model.pretrained.
         image_size: pixels; one number is a square, two are height and width.
-        output_dir: where the run writes.
+        output_dir: where the run writes; None: that of the configuration, else
+            `output/<data>_<model>` or `output/<name of the file>`; for a configuration without a
+            file output/run, or the first of output/run-2, output/run-3 that is free.
         steps: length of the run in optimizer steps instead of epochs; "+500" extends a run.
         classes: train on these alone, names or numbers, as data.classes.
         single_class: all objects are of one class, as data.single_class.
         fraction: share of the training images to train on, as data.fraction.
         evaluate: evaluate on the validation split during training, and keep the best checkpoint.
-        resume: a checkpoint or an output_dir, alone with its own settings; "auto": that of this
-            run, where there is one.
-            Without it and without `output_dir`, a run takes output/run, or the first of
-            output/run-2, output/run-3 that is free.
+        resume: an output_dir or a checkpoint to continue from; without configuration and data,
+            with its own settings. "auto": the newest checkpoint of this run, if there is one.
         callbacks: called in this order at the moments of the training.
     Returns: the run's output_dir, a Path; `Detector(run)` opens its best weights, `run.history()`
         is its table of epochs.

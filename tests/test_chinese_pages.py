@@ -8,7 +8,7 @@ import pytest
 from tests.source_tree import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-SHORTER = {"finetuning_zh", "python_zh"}  # not translated whole yet
+SHORTER = {"finetuning_zh"}  # not translated whole yet
 FAITHFUL = [
     "clusters",
     "cloud",

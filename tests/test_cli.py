@@ -58,9 +58,10 @@ def test_page_of_commands_is_up_to_date():
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="signatures are shown otherwise")
-def test_page_of_python_is_up_to_date():
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    assert page == docs.python_text(), "run `make docs`"
+def test_pages_of_python_are_up_to_date():
+    for name, text in (("python", docs.python_text), ("python_zh", docs.python_zh_text)):
+        page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        assert page == text(), "run `make docs`"
 
 
 def test_page_of_the_architecture_has_the_step_as_it_is():

@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -368,9 +368,9 @@ any time. The package is typed (`py.typed`).
 Images are RGB. OpenCV reads BGR, so pass `image[:, :, ::-1]`. Boxes are
 `left, top, right, bottom` in pixels of the image. Errors that you can fix are `ValueError`s
 with a `code` ([errors.md](errors.md)). Training and evaluation use one process; for several cards,
-use `fleetrun` to start a program that calls `train` ([distributed.md](distributed.md)). A
-dictionary `data={...}` is the `data` section of a configuration. Several threads may call one
-`Detector`; each gets its own boxes.
+write a program that calls `train`, and start it with `fleetrun --selected_gpus 0-3 my_training.py`
+([distributed.md](distributed.md)). Several threads may call one `Detector`; each gets its own
+boxes.
 """
 
 
@@ -381,26 +381,63 @@ def python_text() -> str:
         member = getattr(ppdist, name)
         if inspect.ismodule(member):  # `export` is also the folder of that name
             member = getattr(sys.modules[ppdist.train.__module__], name)
-        parts.append(_entry(f"## {name}", name, member))
+        parts.append(_entry(f"## `{name}`", name, member))
         if inspect.isclass(member):
-            parts += [
-                _entry(f"### {name}.{method}", method, value)
-                for method, value in vars(member).items()
-                if inspect.isfunction(value)
-                and (method == "__call__" or not method.startswith("_"))
-            ]
+            parts += _methods(name, member)
     return "\n".join(parts)
 
 
+def python_zh_text() -> str:
+    """Returns docs/python_zh.md, written by hand, with the signatures of the English page."""
+    page = (REPOSITORY / "docs/python_zh.md").read_text(encoding="utf-8")
+    entry = r"^(%s)\n\n(```python\n.*?^```\n)"
+    signatures = dict(re.findall(entry % "###? [^\n]+", python_text(), re.M | re.S))
+    return re.sub(
+        entry % "|".join(map(re.escape, signatures)),
+        lambda match: f"{match[1]}\n\n{signatures[match[1]]}",
+        page,
+        flags=re.M | re.S,
+    )
+
+
+def _methods(name: str, owner: type) -> list[str]:
+    entries, names = [], dict[Any, str]()
+    for method, value in vars(owner).items():
+        if not inspect.isfunction(value) or (method != "__call__" and method.startswith("_")):
+            continue
+        head = f"### `{name}.{method}`"
+        if value in names:
+            entries.append(f"{head}\n\nAnother name of `{name}.{names[value]}`.\n")
+        else:
+            names[value] = method
+            entries.append(_entry(head, method, value))
+    return entries
+
+
 def _entry(head: str, name: str, member: Any) -> str:
-    signature = "" if inspect.isclass(member) else _signature(name, member)
+    # A class that users build has an __init__ of its own; that of a dataclass is generated.
+    is_called = "__init__" in vars(member) and not is_dataclass(member)
+    signature = _signature(name, member) if is_called or not inspect.isclass(member) else ""
     return f"{head}\n\n{signature}{_block(inspect.getdoc(member) or 'See its class.')}"
 
 
 def _signature(name: str, member: Any) -> str:
-    text = f"{name}{inspect.signature(member)}"
-    text = re.sub(r"\bself(, )?|(?:pathlib|collections\.abc|typing|numpy)\.", "", text)
-    return _block(text.replace("'", ""), "python") + "\n"
+    """Writes a signature as a block of Python, one argument a line where it is long."""
+    text = f"{name}{inspect.signature(member)}".removesuffix(" -> None")
+    modules = r"pathlib|collections\.abc|typing|numpy|ppdist(?:\.\w+)*"
+    text = re.sub(rf"\bself(, )?|\b(?:{modules})\.", "", text)
+    text = re.sub(r"'([A-Z]\w*)'", r"\1", text).replace("'", '"')  # types of later definition
+    text = re.sub(r"(Union|Optional)\[((?:[^][]|\[[^]]*\])*)\]", _union, text)
+    if len(text) > 88:
+        before, arguments, after = re.fullmatch(r"(\w+\()(.*)(\).*?)", text).groups()
+        lines = re.split(r", (?=\*|\w+: )", arguments)
+        text = "\n".join([before, *(f"    {line}," for line in lines), after])
+    return _block(text, "python") + "\n"
+
+
+def _union(match: re.Match[str]) -> str:
+    parts = re.split(r", (?![^[]*\])", match[2]) + ["None"] * (match[1] == "Optional")
+    return " | ".join(parts).replace("NoneType", "None")
 
 
 # --- docs/model_zoo.md ----------------------------------------------------------------------------
@@ -636,6 +673,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/which_model_zh.md": lambda: models_text("which_model_zh"),
     "docs/commands.md": commands_text,
     "docs/python.md": python_text,
+    "docs/python_zh.md": python_zh_text,
 }
 
 

@@ -39,6 +39,12 @@ class Callback:
     Override the methods you need.  Every rank has its own and calls it at the same moments, so a
     callback may use collectives.  Steps are optimizer steps, counted from 1.  An exception in a
     callback ends the run.
+
+        class Report(Callback):
+            def on_evaluate_end(self, step, metrics, is_best):
+                print(step, metrics["mAP"], "best" if is_best else "")
+
+        train("pets/data.yaml", model="yolov5n", callbacks=[Report()])
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -60,7 +66,10 @@ class Callback:
                 )
 
     def on_train_begin(self, run: TrainingRun) -> None:
-        """Called once, before anything is evaluated or trained."""
+        """Called once, before anything is evaluated or trained.
+
+        Args: run: has `output_dir`, `total_steps` and `done_steps`, those of a resumed checkpoint.
+        """
 
     def on_step_begin(self, step: int) -> None:
         """Called before the first batch of a step is fetched.
@@ -73,8 +82,9 @@ class Callback:
         """Called after each computed step, even if no rank applied it.
 
         Args:
-            result: the same losses, gradient norm and decision on every rank.
+            result: the same `losses`, `gradient_norm` and decision on every rank.
             lr: the learning rate that the step used.
+            seconds: `wall`, `compute` and `data` (waiting for images), of this rank.
         """
 
     def on_rollback(self, step: int) -> None:

@@ -62,6 +62,10 @@ Detection.__getattr__ = _explain_object  # type: ignore[attr-defined]  # no fiel
 class Detections:
     """The detections of one image, best first.
 
+    `len(detections)` counts them.  `detections[0]`, and each that a loop gives, has `box_xyxy`,
+    `score`, `class_id`, `name` and `track_id`.  A slice or a mask gives Detections:
+    `detections[detections.scores > 0.5]`.  `print` shows "4 person, 1 bus".
+
     Attributes:
         boxes_xyxy: float32 [N, 4], left, top, right, bottom in pixels of the image, inside it.
         scores: float32 [N], 0..1.
