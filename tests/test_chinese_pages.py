@@ -8,20 +8,7 @@ import pytest
 from tests.source_tree import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-SHORTER = set[str]()  # not translated whole yet
-FAITHFUL = [
-    "clusters",
-    "cloud",
-    "data",
-    "deploy",
-    "distributed",
-    "environment",
-    "evaluation",
-    "finetuning",
-    "from_paddledetection",
-    "which_model",
-]
-PAGES = sorted(path.stem for path in DOCS.glob("*_zh.md") if path.stem not in SHORTER)
+PAGES = sorted(path.stem.removesuffix("_zh") for path in DOCS.glob("*_zh.md"))
 
 
 def headings(page: str) -> list[tuple[int, str]]:
@@ -37,29 +24,24 @@ def slug(words: str) -> str:
 
 
 def targets(page: str) -> Counter[tuple[str, int]]:
-    """Counts the headings that a page links to: English name of their page, place in it.
-
-    The place is 0 in a page that has fewer headings in Chinese.
-    """
+    """Counts the headings that a page links to: English name of their page, place in it."""
     text = (DOCS / f"{page}.md").read_text("utf-8")
     links = re.findall(r"\]\(([\w/]*)(?:\.md)?#([^)]+)\)", text)
     places = [
         (target or page, [name for _, name in headings(target or page)].index(anchor))
         for target, anchor in links
     ]
-    pages = [(target.removesuffix("_zh"), place) for target, place in places]
-    return Counter((name, 0 if f"{name}_zh" in SHORTER else place) for name, place in pages)
+    return Counter((target.removesuffix("_zh"), place) for target, place in places)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_chinese_page_has_the_headings_of_the_english_one(page: str) -> None:
-    english = headings(page.removesuffix("_zh"))
-    assert [level for level, _ in headings(page)] == [level for level, _ in english]
+    assert [level for level, _ in headings(f"{page}_zh")] == [level for level, _ in headings(page)]
 
 
-@pytest.mark.parametrize("page", FAITHFUL)
-def test_chinese_page_links_to_the_headings_of_the_english_one(page: str) -> None:
-    assert targets(f"{page}_zh") == targets(page)
+@pytest.mark.parametrize("page", PAGES)
+def test_chinese_page_has_the_links_of_the_english_one(page: str) -> None:
+    assert targets(f"{page}_zh") >= targets(page)
 
 
 def test_links_between_chinese_pages_reach_a_heading() -> None:
