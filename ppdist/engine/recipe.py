@@ -174,8 +174,8 @@ def fit_recipe(
     Args:
         overrides: -o items; they take precedence.
         world: number of ranks.
-    Raises: ConfigError: there is no such recipe, or it is for another task; an item is invalid.
-        DataError: the data do not have a requested class.
+    Raises: ConfigError: there is no such recipe, or it is for another task; an item is invalid; the
+        data have no requested class.
     """
     assert options.model is not None
     name, short_name, file = _find_recipe(options.model)

@@ -8,7 +8,6 @@ Preprocessing and mapping back are those of deploy/python (ppdist/runtime/predic
 computes the outputs.
 """
 
-import difflib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from ppdist.common.errors import ConfigError, ExportError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.runtime import Backend, RuntimeOptions
+from ppdist.data.datasets.selection import find_class
 from ppdist.distributed import device
 from ppdist.engine.build import build_model
 from ppdist.export.predictor import open_exported
@@ -46,7 +46,6 @@ from ppdist.runtime.predictor import (
 
 Precision = Literal["float32", "bfloat16", "int8"]
 _LOGGER = logging.getLogger("ppdist")
-_FEW_NAMES = 10  # that a message shows
 Predict = Callable[[Sequence[np.ndarray]], list[np.ndarray]]  # see LoadedModel.__call__
 
 
@@ -344,30 +343,8 @@ def wanted(
     if classes is None:
         return Wanted(threshold, whence, None)
     names = [classes] if isinstance(classes, str | int) else classes
-    return Wanted(threshold, whence, frozenset(_class_id(name, spec) for name in names))
-
-
-def _class_id(requested: str | int, spec: InferenceSpec) -> int:
-    """Returns the number of the class with this name or number."""
-    names = spec.class_names
-    if requested in names:
-        return names.index(str(requested))
-    if str(requested).isdecimal() and int(requested) < len(names):
-        return int(requested)
-    # Names are compared in lower case, so that a wrong case is recognised as a mistake, too.
-    lower = {name.lower(): name for name in names}
-    similar = [
-        lower[match] for match in difflib.get_close_matches(f"{requested}".lower(), lower, 1)
-    ]
-    first_names = ", ".join(names[:_FEW_NAMES]) + (", ..." if len(names) > _FEW_NAMES else "")
-    raise ConfigError(
-        f"the model has no class {requested!r}",
-        code="class_unknown",
-        where="classes",
-        fix=f"did you mean {similar[0]}?"
-        if similar
-        else f"it has classes 0 to {len(names) - 1}: {first_names}",
-    )
+    numbers = (find_class(name, spec.class_names, "the model", "classes") for name in names)
+    return Wanted(threshold, whence, frozenset(numbers))
 
 
 def make_loaded(spec: InferenceSpec, graph: Graph, nms_in_graph: bool) -> LoadedModel:

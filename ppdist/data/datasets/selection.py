@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 import numpy as np
 
-from ppdist.common.errors import DataError
+from ppdist.common.errors import ConfigError
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import abbreviate
 from ppdist.data.types import DetectionSet, RawColumns, Records
@@ -27,7 +27,7 @@ def select_classes(
     Args:
         classes: names or numbers; empty: all.
         single: merges all classes into one.
-    Raises: DataError: the set has no such class.
+    Raises: ConfigError: the set has no such class.
     """
     if not classes and not single:
         return columns
@@ -46,7 +46,7 @@ def select_image_classes(dataset: DetectionSet, classes: Sequence[str | int]) ->
     """Selects the classified images of some classes and renumbers these classes in their order.
 
     Args: classes: names or numbers; empty: all.
-    Raises: DataError: the set has no such class.
+    Raises: ConfigError: the set has no such class.
     """
     if not classes:
         return dataset
@@ -65,7 +65,7 @@ def select_image_classes(dataset: DetectionSet, classes: Sequence[str | int]) ->
 def selected_names(config: DataConfig) -> tuple[str, ...]:
     """Returns the names of the model's classes according to `data.class_names`; () if it is empty.
 
-    Raises: DataError: `data.classes` contains other classes.
+    Raises: ConfigError: `data.classes` contains other classes.
     """
     names = config.class_names
     if not names:
@@ -81,24 +81,33 @@ def find_classes(
     """Returns the sorted numbers of classes, specified by name or number; all if empty.
 
     Args: source: where the names are from, for messages.
-    Raises: DataError: there is no such class.
+    Raises: ConfigError: there is no such class.
     """
-    number_of = {name: number for number, name in enumerate(class_names)}
-    numbers = set[int]()
-    for wanted in classes:
-        number = number_of.get(wanted, -1) if isinstance(wanted, str) else wanted
-        if not 0 <= number < len(class_names):
-            near = get_close_matches(f"{wanted}", class_names, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise DataError(
-                f"{source} has no class {wanted!r}",
-                code="class_unknown",
-                where="data.classes",
-                fix=f"{hint}expected some of {abbreviate(class_names)}, or numbers from 0 to "
-                f"{len(class_names) - 1}",
-            )
-        numbers.add(number)
+    numbers = {find_class(wanted, class_names, source, "data.classes") for wanted in classes}
     return tuple(sorted(numbers)) if classes else tuple(range(len(class_names)))
+
+
+def find_class(wanted: str | int, class_names: Sequence[str], source: str, where: str) -> int:
+    """Returns the number of a class, specified by name or number.
+
+    Args: source, where: what has the names, and what names the class, for messages.
+    Raises: ConfigError: there is no such class.
+    """
+    if wanted in class_names:
+        return class_names.index(str(wanted))
+    if f"{wanted}".isdecimal() and int(wanted) < len(class_names):
+        return int(wanted)
+    # Names are compared in lower case, so that a wrong case is recognised as a mistake, too.
+    lower = {name.lower(): name for name in class_names}
+    near = get_close_matches(f"{wanted}".lower(), lower, 1)
+    hint = f"did you mean {lower[near[0]]}? " if near else ""
+    raise ConfigError(
+        f"{source} has no class {wanted!r}",
+        code="class_unknown",
+        where=where,
+        fix=f"{hint}expected some of {abbreviate(class_names)}, or numbers from 0 to "
+        f"{len(class_names) - 1}",
+    )
 
 
 def _join_names(names: tuple[str, ...]) -> tuple[str, ...]:

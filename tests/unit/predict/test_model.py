@@ -50,7 +50,7 @@ def test_classes_are_names_or_numbers(classes, labels) -> None:
 
 @pytest.mark.parametrize(
     ("classes", "fix"),
-    [("gren", "did you mean green?"), ("GREEN", "did you mean green?"), (3, "it has classes 0")],
+    [("gren", "did you mean green?"), ("GREEN", "did you mean green?"), (3, "numbers from 0 to 2")],
 )
 def test_other_classes_are_refused(classes, fix) -> None:
     with pytest.raises(ConfigError, match=fix) as error:
