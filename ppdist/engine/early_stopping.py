@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ppdist.config.evaluate import METRIC_TEXTS
 from ppdist.config.train import EarlyStoppingConfig
 from ppdist.metrics.findings import over_fitting
 
@@ -55,10 +56,11 @@ class EarlyStopping:
         """Explains why the run should stop here; "": it should continue."""
         if state is None or state.metric != self._metric or state.in_vain < self._patience:
             return ""
+        name = METRIC_TEXTS.get(self._metric, self._metric)
         if state.best is None:
-            return f"{self._metric} was not finite in {state.in_vain} evaluations"
+            return f"{name} was not finite in {state.in_vain} evaluations"
         return (
-            f"{self._metric} has not improved on the {state.best:.4f} of step "
+            f"{name} has not improved on the {state.best:.4f} of step "
             f"{state.best_step} in {state.in_vain} evaluations (early_stopping.patience: "
             f"{self._patience})"
         )

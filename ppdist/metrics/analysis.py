@@ -359,6 +359,13 @@ def confusion_table(true_K: np.ndarray, called_K: np.ndarray, size: int) -> dict
     return {"cells": rows.tolist(), "true_counts": np.bincount(true_K, minlength=size).tolist()}
 
 
+def counts_objects_twice(evaluation: Mapping[str, Any]) -> bool:
+    """Returns True if rows of the confusion matrix exceed their objects, as in earlier versions."""
+    table, rows = evaluation.get("confusion") or {}, evaluation.get("per_class") or ()
+    sums = table.get("true_counts") or [sum(row) for row in table.get("counts") or ()]
+    return any(total > (row.get("objects") or total) for row, total in zip(rows, sums))
+
+
 def _per_class(
     dataset: DetectionSet,
     truth: GroundTruth,

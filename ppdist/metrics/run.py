@@ -22,6 +22,7 @@ from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.files import write_text
 from ppdist.common.records import MetricRecords, read_metrics, step_of
+from ppdist.config.evaluate import METRIC_TEXTS
 from ppdist.config.parse import leaves
 from ppdist.config.yaml import Reader
 from ppdist.storage.stores import copy_command
@@ -173,6 +174,11 @@ class Run:
         recorded = {key for record in self.measured for key in record}
         names = [str(self.config.get("evaluate.metric")), *_HEADLINE_METRICS]
         return next((name for name in names if name in recorded), "")
+
+    @property
+    def metric_text(self) -> str:
+        """Returns that metric in words that users know."""
+        return METRIC_TEXTS.get(self.metric, self.metric)
 
     @property
     def best(self) -> Numbers | None:

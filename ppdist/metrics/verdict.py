@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple, TypeGuard
 
+from ppdist.config.evaluate import METRIC_TEXTS
 from ppdist.metrics.findings import (
     BEYOND_QUERIES,
     DETR_FROM_SCRATCH,
@@ -201,7 +202,7 @@ def _judge_course(
     """Yields at most one of over-fitting, fell, rising and steady."""
     pairs = loss_pairs(evaluations, steps)
     over_fit = over_fitting([(train, val) for train, val, _ in pairs])
-    values, name = course.values, course.metric
+    values, name = course.values, METRIC_TEXTS.get(course.metric, course.metric)
     score, best_epoch = f"{name} {values[course.best]:.3f}", course.epoch(course.best)
     if over_fit is not None:
         epoch = pairs[over_fit.lowest][2]

@@ -13,7 +13,7 @@ from ppdist.common.errors import ConfigError
 from ppdist.common.eta import duration
 from ppdist.config.experiment import experiment_of
 from ppdist.config.parse import leaves
-from ppdist.metrics.analysis import CLASS_HEADINGS, EXTRA, MISSED
+from ppdist.metrics.analysis import CLASS_HEADINGS, EXTRA, MISSED, counts_objects_twice
 from ppdist.metrics.findings import Finding
 from ppdist.metrics.run import Numbers, Run
 from ppdist.metrics.verdict import judge_run
@@ -54,13 +54,17 @@ class Table:
 
 @dataclass
 class Scores:
-    """The tables about an evaluation; None where there is nothing to show."""
+    """The tables about an evaluation; None where there is nothing to show.
+
+    counts_twice: the confusion matrix is of an earlier version, which counted some objects twice.
+    """
 
     sizes: Table | None
     metrics: Table | None
     classes: Table | None
     confused: Table | None
     errors: Table | None
+    counts_twice: bool
 
 
 def make_scores(evaluation: Mapping[str, Any]) -> Scores:
@@ -79,6 +83,7 @@ def make_scores(evaluation: Mapping[str, Any]) -> Scores:
         classes=_class_table(evaluation.get("per_class") or ()),
         confused=_confusion_table(evaluation),
         errors=_error_table(evaluation.get("errors")),
+        counts_twice=counts_objects_twice(evaluation),
     )
 
 
@@ -223,7 +228,7 @@ def _tiles(run: Run) -> Iterator[Tile]:
                 yield Tile(key, f"{value:.4f}")
     elif best:
         position = [f"{unit} {best[unit]:{form}}" for unit, form in _PLACES if unit in best]
-        yield Tile(f"best {name}", f"{best[name]:.4f}", ", ".join(position))
+        yield Tile(f"best {run.metric_text}", f"{best[name]:.4f}", ", ".join(position))
         for metric in ("mAP", "mAP50", "top5"):
             if metric in best and metric != name:
                 yield Tile(metric, f"{best[metric]:.4f}", "of the same evaluation")

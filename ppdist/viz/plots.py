@@ -5,6 +5,7 @@ never imported.  Letters: C classes, T confidences, R records or recalls, W rank
 """
 
 import io
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from ppdist.common.errors import DataError
 from ppdist.common.files import make_folder, write_whole
 from ppdist.data.checks.statistics import Objects, count_per_class
 from ppdist.data.image import read_image
-from ppdist.metrics.analysis import EXTRA, MISSED
+from ppdist.metrics.analysis import EXTRA, MISSED, counts_objects_twice
 from ppdist.metrics.run import Numbers, Run
 from ppdist.storage.files import STORAGE
 from ppdist.viz.draw import (
@@ -356,8 +357,9 @@ def results(run: Run, title: str) -> Figure | None:
     step_R, evaluated_R = (
         _x_positions(run, column(records, "step")) for records in (run.train, run.evaluations)
     )
+    across = math.ceil(count / math.ceil(count / _ACROSS))  # 5 panels are 3 + 2, not 4 + 1
     figure, panel_axes = panels(
-        count, _ACROSS, 4, 3.4, 0.4, xlabel=_x_unit(run), title=title, layout=None
+        count, across, 4, 3.4, 0.4, xlabel=_x_unit(run), title=title, layout=None
     )
     for axes, name in zip(panel_axes, losses):
         validation = f"val_{name}"
@@ -380,7 +382,7 @@ def results(run: Run, title: str) -> Figure | None:
             # Fitness has no curve of its own.
             name = run.metric if run.metric in present else present[0]
             best = _x_positions(run, np.array([run.best["step"]])), [run.best.get(name, np.nan)]
-            label = f"best {run.metric}: {run.best[run.metric]:.3f}"
+            label = f"best {run.metric_text}: {run.best[run.metric]:.3f}"
             axes.plot(*best, "o", markersize=10, markerfacecolor="none", color="black", label=label)
         axes.set_ylim(0, 1 if highest > _LOW or not highest else 1.2 * highest)
         axes.set_title(what)
@@ -496,7 +498,8 @@ def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
         shown, down = np.vstack([shown, counts[drawn + cut, :edge]]), [*names, EXTRA]
     norm = PowerNorm(0.4, 0, max(1.0, shown.max()))
     _draw_matrix(absolute, shown, down, across, drawn, norm)
-    shares.set_title("% of the true objects" if of_boxes else "% of the true images")
+    twice = "\n(of an earlier version: some count twice)" * counts_objects_twice(evaluation)
+    shares.set_title("% of the true objects" + twice if of_boxes else "% of the true images")
     absolute.set_title("number of objects, and of extra detections" if of_boxes else "images")
     return figure
 

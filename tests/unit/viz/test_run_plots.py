@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from ppdist.data.types import DetectionSet, ImageRecord
-from ppdist.metrics.analysis import EXTRA, MISSED, analyse
+from ppdist.metrics.analysis import EXTRA, MISSED, analyse, counts_objects_twice
 from ppdist.metrics.run import Run
 from ppdist.viz import draw, plots
 from ppdist.viz.run_plots import METRICS, draw_run, validation_folders
@@ -149,6 +149,14 @@ def test_the_diagonal_of_the_matrix_is_the_recall():
     assert names[-1] == EXTRA and counts.texts[-1].get_text() == "5"
 
 
+def test_a_matrix_of_an_earlier_version_says_that_objects_count_twice():
+    found = {"class_names": ["a", "b"], "per_class": [{"objects": 83}, {"objects": 5}]}
+    for counts, twice in ([[38, 27, 18], [0, 4, 1]], False), ([[38, 27, 43], [0, 4, 1]], True):
+        found["confusion"] = {"counts": [*counts, [0, 5, 0]]}
+        assert counts_objects_twice(found) is twice
+        assert ("earlier version" in plots.confusion(found).axes[0].get_title()) is twice
+
+
 @pytest.mark.parametrize(("classes", "drawn"), [(3, 3), (120, 40)])
 def test_of_many_classes_the_most_confused_are_drawn(classes, drawn):
     """Of 1300; a field of all would be smaller than a pixel."""
@@ -207,7 +215,7 @@ def test_the_best_evaluation_is_marked():
 @pytest.mark.parametrize(
     ("metric", "label", "at"),
     [("", "best mAP: 0.500", 10.0), ("mAP50", "best mAP50: 0.900", 3.0),
-     ("fitness", "best fitness: 0.700", 2.0), ("top1", "best mAP: 0.500", 10.0)],
+     ("fitness", "best 0.1 mAP50 + 0.9 mAP: 0.700", 2.0), ("top1", "best mAP: 0.500", 10.0)],
 )  # fmt: skip
 def test_the_best_is_by_the_configured_metric(tmp_path, metric, label, at):
     records = [{**each, "fitness": 0.1} if "mAP" in each else each for each in trained(100)]
