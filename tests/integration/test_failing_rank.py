@@ -92,6 +92,16 @@ class FullDisk(FaultInjector):
         return path_of(self.output_dir / "checkpoints", 1)
 
 
+class NoStep(Callback):
+    def on_step_begin(self, step: int) -> None:
+        raise AssertionError("a step begins on a disk without room")
+
+
+def no_checkpoint_fits(folder: Path) -> None:
+    with mock.patch.object(checkpoint, "free_disk", lambda _: 0):  # that of the rank that writes
+        trained(folder / "small", NoStep())
+
+
 class Lose(Callback):
     """Before step 2, another training has the folder of the rank that writes."""
 
@@ -121,6 +131,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "free memory cannot be read": memory_cannot_be_read,
     "no batch fits": lambda folder: memory_cannot_be_read(folder, "search"),
     "another word after --resume": another_word_after_resume,
+    "no checkpoint fits": no_checkpoint_fits,
     "the last checkpoint is refused": lambda folder: trained(folder / "full", FullDisk()),
     "the folder is lost": lambda folder: trained(folder / "lost", Lose()),
 }
@@ -131,6 +142,7 @@ OUTCOMES = {
     "free memory cannot be read": ("no_room", 1, "no_room", None),
     "no batch fits": ("no_room", 1, "no_room", None),
     "another word after --resume": ("ranks_differ", None, "ranks_differ", None),
+    "no checkpoint fits": ("disk_full", None, "disk_full", 0),
     "the last checkpoint is refused": ("checkpoint_lost", None, "checkpoint_lost", 0),
     "the folder is lost": ("output_dir_lost", None, "output_dir_lost", 0),
 }
