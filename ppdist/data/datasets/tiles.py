@@ -9,7 +9,7 @@ can be used, and memory holds only one large image.
 import io
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -96,9 +96,7 @@ def slice_set(
                 kind = "without an object" if is_background else "with slivers of objects alone"
                 lost[f"tiles: {kind}, left out"] += 1
                 continue
-            suffix = format_of(image.path.suffix) if _is_jpeg(image.path) else ".png"
-            # Nothing can lie below a file, so this is never the path of an existing file.
-            path = image.path / f"{image.path.stem}_{left}_{top}{suffix}"
+            path = _tile_path(place, places)
             places[str(path)] = place
             images.append(
                 RawImage(path, len(images) + 1, right - left, bottom - top, objects, image.where)
@@ -141,6 +139,20 @@ def _cut_objects(
             cut = replace(an_object, box=box, area=None, polygons=(), extra={})
             seen.append(cut)
     return seen, is_background
+
+
+def _tile_path(place: Place, places: Mapping[str, Place]) -> Path:
+    """Returns the path of a tile, beside its image: NAME_LEFT_TOP.jpg or .png.
+
+    NAME has the suffix of the image if another image's tile is called so, as of a.bmp and a.png.
+    """
+    suffix = format_of(place.source.suffix) if _is_jpeg(place.source) else ".png"
+    name = place.source.stem
+    while True:
+        path = place.source.with_name(f"{name}_{place.left}_{place.top}{suffix}")
+        if places.get(str(path), place) == place:  # an image may be listed twice
+            return path
+        name = place.source.name if name == place.source.stem else f"{name}_"
 
 
 def _is_jpeg(path: Path) -> bool:

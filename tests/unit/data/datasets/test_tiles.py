@@ -1,6 +1,8 @@
 """Large images cut into tiles, with their labels."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import cv2
 import numpy as np
@@ -50,6 +52,49 @@ def test_tiles_read_back_with_their_objects(tmp_path: Path, form: Format) -> Non
             found.append((round(x1 + left), round(y1 + top), round(x2 + left), round(y2 + top)))
     cut_boxes = [BOXES[0], (90, 10, 100, 30), (100, 10, 130, 30), BOXES[2]]
     assert sorted(found) == sorted(cut_boxes)
+
+
+VOC_OBJECT = (
+    "<object><name>{name}</name><difficult>0</difficult><bndbox><xmin>{0}</xmin><ymin>{1}</ymin>"
+    "<xmax>{2}</xmax><ymax>{3}</ymax></bndbox></object>"
+)
+
+
+@pytest.mark.parametrize("form", ["voc", "yolo"])
+def test_sets_of_every_format_give_the_same_tiles(
+    tmp_path: Path, form: Literal["voc", "yolo"]
+) -> None:
+    raw = large(tmp_path)
+    if form == "voc":
+        objects = "".join(
+            VOC_OBJECT.format(*map(int, box), name="ab"[i % 2]) for i, box in enumerate(BOXES)
+        )
+        size = "<size><width>300</width><height>200</height></size>"
+        (tmp_path / "big.xml").write_text(f"<annotation>{size}{objects}</annotation>")
+        split = SplitConfig(images=".", annotations=".")
+        data = DataConfig(format=form, root=str(tmp_path), train=split, val=split)
+    else:
+        convert(raw, form, tmp_path / "set", images="copy", split="train")
+        split = SplitConfig(images="images/train", annotations="train.txt")
+        data = DataConfig(format=form, root=str(tmp_path / "set"), train=split, val=split)
+    tiles = cut(read_raw(data, "train", ignore_issue))
+    assert tiles.class_names == raw.class_names
+    for image, expected in zip(tiles.images, cut(raw).images, strict=True):
+        assert image.path.name == expected.path.name
+        assert [one.label for one in image.objects] == [one.label for one in expected.objects]
+        for one, other in zip(image.objects, expected.objects):
+            np.testing.assert_allclose(one.box, other.box, atol=1e-3)
+
+
+def test_tiles_lie_beside_their_images_under_names_of_their_own(tmp_path: Path) -> None:
+    raw = large(tmp_path)
+    cv2.imwrite(str(tmp_path / "big.bmp"), read_image(tmp_path / "big.png"))
+    raw.images.append(replace(raw.images[0], path=tmp_path / "big.bmp"))
+    lines = convert(cut(raw), "yolo", tmp_path / "out", images="copy", split="train")
+    assert lines == []
+    folder = tmp_path / "out" / "images" / "train"
+    names = {path.name for path in folder.iterdir() if path.is_file()}
+    assert len(names) == 12 and {"big_200_100.png", "big.bmp_200_100.png"} <= names
 
 
 def test_slivers_are_no_objects_and_no_background(tmp_path: Path) -> None:
