@@ -430,7 +430,7 @@ class Run(_Path):
 
         A row has `epoch`, `step` (its last), the means of `loss` and its parts, `lr`,
         `images_per_second`, `seconds`, and of an evaluation at its end `mAP`, `mAP50`, `val_loss`
-        and the like.
+        and the like.  An evaluation amid an epoch (`evaluate.every_steps`) has a row of its own.
         Raises: UserError: it is not the folder of a run.
         """
         from ppdist.metrics.run import history

@@ -5,7 +5,7 @@ ppdist report RUN --csv FILE
 
 RUN is the output_dir of a training, also of one still running or killed, or the --out folder
 of ppdist eval.  The page holds all it shows, pictures too, and loads nothing.  --csv writes a row
-an epoch instead, as `ppdist.Run(RUN).history()` has them.
+an epoch instead (and one an evaluation amid an epoch), as `ppdist.Run(RUN).history()` has them.
 """
 
 import argparse

@@ -21,6 +21,12 @@ class EvaluateConfig(Section):
         ge=1,
         description="Epochs between two evaluations (`--eval`); the last epoch always ends in one.",
     )
+    every_steps: Annotated[int | None, OnResume.EVALUATIONS] = Field(
+        default=None,
+        ge=1,
+        description="Evaluate every N optimizer steps instead, also amid epochs; for epochs of "
+        "hours, and runs whose length is train.steps. The last step always ends in one.",
+    )
     metric: Annotated[
         Literal["mAP", "mAP50", "fitness", "top1", "top5"] | None, OnResume.SCORES
     ] = Field(

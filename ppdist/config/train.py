@@ -329,7 +329,7 @@ class EarlyStoppingConfig(Section):
     patience: int = Field(
         default=20,
         ge=1,
-        description="Training ends after so many evaluations in a row (one in "
-        "evaluate.every_epochs) that were not better than the best before them. Lower it where a "
-        "run goes on for long in vain.",
+        description="Training ends after so many evaluations in a row (evaluate.every_epochs or "
+        "every_steps apart) that were not better than the best before them. Lower it where a run "
+        "goes on for long in vain.",
     )

@@ -629,7 +629,7 @@ def intervals(
     save_every = config.checkpoint.every_steps or 0
     if config.checkpoint.every_steps is None and config.checkpoint.every_epochs > 0:
         save_every = schedule.interval(config.checkpoint.every_epochs)
-    evaluate_every = schedule.interval(config.evaluate.every_epochs)
+    evaluate_every = config.evaluate.every_steps or schedule.interval(config.evaluate.every_epochs)
     return exchange.next_synchronised(save_every), exchange.next_synchronised(evaluate_every)
 
 

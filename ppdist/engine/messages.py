@@ -156,11 +156,17 @@ def evaluate_line(config: ExperimentConfig, val: DetectionSet | None) -> str:
     """
     if val is None:
         return "not during training"
-    every = config.evaluate.every_epochs
-    often = "each epoch" if every == 1 else f"every {every:g} epochs"
     metric = config.evaluate.metric or ("mAP" if config.model.task == "detect" else "top1")
     best = METRIC_TEXTS.get(metric, metric)
-    return f"{often}, on {counted(len(val.records), 'image')}; the best {best} is kept"
+    images = counted(len(val.records), "image")
+    return f"{evaluation_interval(config)}, on {images}; the best {best} is kept"
+
+
+def evaluation_interval(config: ExperimentConfig) -> str:
+    """Describes how often a run evaluates: `every 8 epochs`, `every 500 steps`."""
+    steps, epochs = config.evaluate.every_steps, config.evaluate.every_epochs
+    every, unit = (epochs, "epoch") if steps is None else (steps, "step")
+    return f"each {unit}" if every == 1 else f"every {every} {unit}s"
 
 
 def _read_card_name() -> str:

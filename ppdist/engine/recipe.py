@@ -192,7 +192,10 @@ def fit_recipe(
     images = max(1, layout.images - held_images)
     choices = _choose_data(layout, layout.images - images, options, base)
     images = max(1, round((options.fraction or 1) * images))
-    choices += _choose_run(images, options, base, world, section)
+    run_choices, epochs, steps_per_epoch = _choose_run(images, options, base, world, section)
+    choices += run_choices
+    in_steps = options.steps is not None
+    choices += _choose_intervals(epochs, steps_per_epoch, in_steps, typed_tree)
     out = f"output/{layout.name}_{short_name}"
     choices.append(Choice("output_dir", out, "the names of data and model"))
     # The choices override the shipped recipe, and -o items override both.
@@ -393,13 +396,14 @@ def _choose_data(
 
 def _choose_run(
     images: int, options: TrainOptions, base: Node, world: int, section: Any
-) -> list[Choice]:
-    """Chooses epochs, batch size, warm-up, optimizer and intervals for the number of images.
+) -> tuple[list[Choice], float, int]:
+    """Chooses epochs, batch size, warm-up and optimizer for the number of images.
 
     Args:
         images: number of images in the training split.
         base: the shipped recipe.
         section: class of the recipe's `model`, which has its task and its settings for few images.
+    Returns: the choices, the number of epochs, and about how many steps an epoch has.
     """
     on_few: Mapping[str, Any] = section.few_images
     recipe_epochs = _read_value(base, "train.epochs")
@@ -448,10 +452,32 @@ def _choose_run(
         warmup = round(recipe_epochs / _WARMUP_PHASE, 2)
         reason = f"of {recipe_epochs:g}: one in {_WARMUP_PHASE} of the run"
         choices.append(Choice("schedule.warmup_epochs", warmup, reason))
+    return choices, epochs, steps_per_epoch
+
+
+def _choose_intervals(
+    epochs: float, steps_per_epoch: int, in_steps: bool, typed_tree: Node
+) -> list[Choice]:
+    """Chooses the intervals of evaluations and checkpoints, in the unit of the run's length.
+
+    Args:
+        in_steps: the length of the run is given in steps.
+        typed_tree: the merged -o items; an interval that they set decides its unit.
+    """
     every = max(1, math.ceil(epochs / _EVALUATIONS))
     evaluations = f"{'about ' * (every > 1)}{math.ceil(epochs / every)} in the run"
-    choices.append(Choice("evaluate.every_epochs", every, evaluations))
-    return [*choices, Choice("checkpoint.every_epochs", every, "as often as --eval evaluates")]
+    typed_steps = _read_value(typed_tree, "evaluate.every_steps")
+    if type(typed_steps) is int:
+        choice = Choice("evaluate.every_steps", typed_steps, evaluations)
+    elif in_steps and _read_value(typed_tree, "evaluate.every_epochs") is None:
+        choice = Choice("evaluate.every_steps", every * steps_per_epoch, evaluations)
+    else:
+        choice = Choice("evaluate.every_epochs", every, evaluations)
+    keys = "checkpoint.every_epochs", "checkpoint.every_steps"
+    if any(_read_value(typed_tree, key) is not None for key in keys):
+        return [choice]
+    key = choice.key.replace("evaluate", "checkpoint")
+    return [choice, Choice(key, choice.value, "as often as --eval evaluates")]
 
 
 def _choose_epochs(

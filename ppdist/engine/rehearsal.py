@@ -10,10 +10,12 @@ from ppdist.engine.build import (
     Decisions,
     build_batch_source,
     build_train_step,
+    intervals,
     speed_up_cpu,
     trial_policies,
 )
 from ppdist.engine.clock import Clock
+from ppdist.engine.messages import evaluation_interval
 from ppdist.engine.schedule_setup import counted
 from ppdist.engine.step_policy import Verdict
 from ppdist.optim.lr_scheduler import LearningRates
@@ -40,8 +42,8 @@ def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
     eta, clock = ETA(schedule.total_steps), Clock()
     val_set = decisions.data.val_set
     images = 0 if val_set is None else len(val_set.records)
-    evaluate_every = schedule.interval(config.evaluate.every_epochs) if images else 0
-    eta.expect(evaluate_every, 0, images, schedule.total_batch)
+    _, evaluate_every = intervals(config, schedule, step.exchange)
+    eta.expect(evaluate_every if images else 0, 0, images, schedule.total_batch)
     resumed_steps = decisions.start.step or 0  # steps done so far by the run to resume
     done_steps = 0
     for number, batches in enumerate(islice(source.steps(0, None), _MOST_STEPS)):
@@ -61,7 +63,6 @@ def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
     seconds = eta.seconds_left(resumed_steps)
     if seconds is None:
         return "time not known: the run has one step, and the first step of a run is not typical"
-    return (
-        f"time: about {duration(seconds)} on this machine for "
-        f"{counted(schedule.total_steps - resumed_steps, 'step')} and evaluations (an estimate)"
-    )
+    steps = counted(schedule.total_steps - resumed_steps, "step")
+    evaluations = f" and an evaluation {evaluation_interval(config)}" if images else ""
+    return f"time: about {duration(seconds)} on this machine for {steps}{evaluations} (an estimate)"

@@ -417,7 +417,8 @@ def history(output_dir: Path) -> list[dict[str, Any]]:
     `loss` and its parts, `lr`, `images_per_second`, `seconds`; and of an evaluation at its end
     `mAP`, `val_loss` and the like; `partial`, where the run was resumed in its middle from a
     checkpoint of an earlier version, so that steps are missing.  An epoch with only training or
-    only evaluation records has only those keys.
+    only evaluation records has only those keys.  An evaluation amid an epoch has a row of its own,
+    whose `epoch` is a fraction.
     Raises: UserError: the folder is not that of a run.
     """
     file = output_dir / "metrics.jsonl"
@@ -429,14 +430,16 @@ def history(output_dir: Path) -> list[dict[str, Any]]:
             code="run_not_found",
             where=f"{file}",
         ) from error
-    rows: dict[int, dict[str, Any]] = {}
+    rows: dict[float, dict[str, Any]] = {}
     for record in records.epochs:
         values = record["epoch_end"]
         if isinstance(values.get("epoch"), int):
             epoch_row = {"epoch": values["epoch"], "step": record["step"], **values}
             rows.setdefault(values["epoch"], {}).update(epoch_row)
+    ends = {row["step"]: epoch for epoch, row in rows.items()}
     for record in records.evaluations:
-        epoch = max(1, math.floor(record.get("epoch", 1) + 0.5))  # due at the end of it
+        place = round(float(record.get("epoch", 1)), 6)
+        epoch = ends.get(record["step"], int(place) if place.is_integer() else place)
         row = rows.setdefault(epoch, {"epoch": epoch, "step": record["step"]})
         row_keys = {*row, "time"}
         row.update({key: value for key, value in record.items() if key not in row_keys})

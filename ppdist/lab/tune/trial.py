@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -259,10 +260,14 @@ class Curve:
         return cls(metric, measured)
 
     def values(self) -> dict[int, float]:
-        """Returns the values by epoch, from 1; if an epoch has several, the first."""
+        """Returns the values by epoch, from 1: that of the first evaluation after its end.
+
+        Until an epoch has ended, that of the first evaluation.
+        """
         values_by_epoch: dict[int, float] = {}
         for record in self.evaluations:
-            values_by_epoch.setdefault(max(1, round(record["epoch"])), float(record[self.metric]))
+            epoch = max(1, math.floor(record["epoch"] + 1e-6))
+            values_by_epoch.setdefault(epoch, float(record[self.metric]))
         return values_by_epoch
 
     def points(self) -> list[list[float]]:

@@ -95,8 +95,9 @@ def test_training_on_a_fraction_is_that_on_these_images(shapes, tmp_path):
 
 def test_steps_are_the_epochs_that_they_make(shapes, tmp_path):
     phases = ("train.phases_for_epochs=20", "schedule.warmup_epochs=4")
-    for out, length in (("a", "train.epochs=2"), ("b", "train.steps=6")):
-        keys = (*SHORT, *phases, length)
+    in_steps = ("train.steps=6", "evaluate.every_epochs=9", "evaluate.every_steps=3")
+    for out, length in (("a", ("train.epochs=2",)), ("b", in_steps)):
+        keys = (*SHORT, *phases, *length)
         run_to_end(shapes, tmp_path / out, *keys, model=FASTEST, evaluate=True)
     assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
 

@@ -168,10 +168,38 @@ def test_steps_take_the_place_of_epochs():
     recipe = fitted(steps=1000, batch=10)
     schedule = build_schedule_setup(recipe.config, 200)
     assert schedule.total_steps == 1000 and schedule.epochs == 50
-    assert fitted(epochs=50, batch=10).config.evaluate == recipe.config.evaluate
-    assert build_schedule_setup(fitted(epochs=50, batch=10).config, 200) == schedule
+    in_epochs = fitted(epochs=50, batch=10)
+    assert build_schedule_setup(in_epochs.config, 200) == schedule
+    assert intervals_of(in_epochs) == (3, None, 3, None)
+    assert intervals_of(recipe)[1::2] == (60, 60), "as often"
     with raises("options_conflict"):
         fitted(steps=3, epochs=2)
+
+
+def intervals_of(recipe):
+    """Of evaluations and checkpoints, in epochs and steps."""
+    sections = recipe.config.evaluate, recipe.config.checkpoint
+    return tuple(
+        number for section in sections for number in (section.every_epochs, section.every_steps)
+    )
+
+
+@pytest.mark.parametrize(
+    ("items", "steps", "evaluate", "save"),
+    [
+        (["evaluate.every_steps=7"], None, (None, 7), (None, 7)),
+        (["evaluate.every_steps=7", "checkpoint.every_epochs=9"], None, (None, 7), (9, None)),
+        (["evaluate.every_epochs=2"], 1000, (2, None), (3, None)),
+        (["checkpoint.every_steps=9"], None, (3, None), (None, 9)),
+    ],
+)
+def test_a_typed_interval_decides_the_unit(items, steps, evaluate, save):
+    recipe = fitted(steps=steps, epochs=None if steps else 50, batch=10, overrides=tuple(items))
+    pairs = zip(intervals_of(recipe), (*evaluate, *save), strict=True)
+    assert all(number == expected for number, expected in pairs if expected is not None)
+    assert intervals_of(recipe)[1::2] == (evaluate[1], save[1])
+    typed = {item.partition("=")[0] for item in items}
+    assert all(why == "-o" for key, _, why in recipe.rows if key in typed)
 
 
 def test_a_model_says_what_few_images_change(monkeypatch):

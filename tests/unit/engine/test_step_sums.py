@@ -7,6 +7,7 @@ import math
 from ppdist.common.records import MetricRecords
 from ppdist.engine.clock import StepSeconds
 from ppdist.engine.step_sums import StepSums
+from ppdist.lab.tune.trial import Curve
 from ppdist.metrics.run import history
 from tests.unit.engine.runs import records, said, spoil, train
 from tests.unit.engine.tiny import FASTEST, step_result
@@ -63,6 +64,22 @@ def test_a_checkpoint_without_sums_marks_its_epoch_as_partial(shapes, tmp_path):
     assert exit_code(shapes, tmp_path, resume=True) == 0
     assert [row.get("partial") for row in history(tmp_path)] == [None, True, None]
     assert "epoch 2: its means" in said(tmp_path)
+
+
+def test_an_evaluation_amid_an_epoch_has_a_row_of_its_own(tmp_path):
+    lines = [
+        {"step": 2, "epoch": 2 / 3, "mAP": 0.1, "val_loss": 3.0, "eval_seconds": 1.0},
+        {"step": 3, "epoch_end": {"epoch": 1, "loss": 2.0}},
+        {"step": 4, "epoch": 4 / 3, "mAP": 0.2, "val_loss": 2.0, "eval_seconds": 1.0},
+        {"step": 6, "epoch": 2.0, "mAP": 0.3, "val_loss": 1.0, "eval_seconds": 1.0},
+        {"step": 6, "epoch_end": {"epoch": 2, "loss": 1.0}},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [[row.get(key) for key in ("epoch", "step", "loss", "mAP")] for row in history(tmp_path)]
+    middle = [[0.666667, 2, None, 0.1], [1, 3, 2.0, None], [1.333333, 4, None, 0.2]]
+    assert rows == [*middle, [2, 6, 1.0, 0.3]]
+    curve = Curve.of(tmp_path, "mAP")
+    assert curve.values() == {1: 0.1, 2: 0.3}, "trials are compared at the ends of epochs"
 
 
 def test_sums_of_other_groups_are_left_out():
