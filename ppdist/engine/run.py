@@ -18,7 +18,8 @@ from ppdist.common.job import hosts_change, launched_rank
 from ppdist.common.json_lines import choose_format
 from ppdist.common.records import commands, next_commands
 from ppdist.common.run_log import RunLog
-from ppdist.config.experiment import ExperimentConfig, apply_overrides
+from ppdist.config.experiment import ExperimentConfig, apply_overrides, load_config
+from ppdist.config.parse import parse_config
 from ppdist.config.plugins import TRUST_VARIABLE
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.layout import find_layout
@@ -129,7 +130,26 @@ def plan_training(
     option_items = [*options.items(), *overrides]
     if isinstance(config, ExperimentConfig):
         return TrainingPlan(apply_overrides(config, option_items), resume)
-    return TrainingPlan(load_config_with_data(str(config), option_items), resume)
+    loaded = _first_data(str(config), option_items) if comm.was_restarted() else None
+    return TrainingPlan(loaded or load_config_with_data(str(config), option_items), resume)
+
+
+def _first_data(path: str, items: Sequence[str]) -> ExperimentConfig | None:
+    """Loads a configuration with the `data` section that this job began with; None: none is stored.
+
+    The layout of data.root is not searched again: its images may be away, which ended the attempt.
+    """
+    config = load_config(path, items)
+    output_dir = config.output_dir or f"output/{Path(path).stem}"
+    folder = work_folder(output_dir) if is_remote(output_dir) else Path(output_dir)
+    file = folder / "config.yml"
+    if not file.is_file():
+        return None
+    stored = parse_config(file, (), ExperimentConfig)
+    if stored.data.root != config.data.root:
+        return None
+    model = config.model.model_copy(update={"num_classes": stored.model.num_classes})
+    return config.model_copy(update={"data": stored.data, "model": model})
 
 
 def _without_stored_hook(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:
