@@ -17,8 +17,10 @@ from ppdist.cli import eval as cli_eval
 from ppdist.cli import train
 from ppdist.common.errors import ConfigError
 from ppdist.config.experiment import load_config
+from ppdist.config.parse import dump_yaml
 from ppdist.engine import run as engine_run
-from ppdist.engine.recipe import Recipe, load_config_with_data, write_recipe
+from ppdist.engine.recipe import Recipe, TrainOptions, load_config_with_data, write_recipe
+from ppdist.engine.run import plan_training
 from ppdist.models import model_card
 from tests.errors import raises
 from tests.forked import run_on_two_ranks, succeeded
@@ -319,6 +321,23 @@ def test_a_recipe_finds_the_layout_of_another_root_as_data_does(project, tmp_pat
     assert load_config_with_data("yolov5n", [root, "model.num_classes=5"]).model.num_classes == 5
     for items in ([root, "data.train.images=x"], [f"data.root={tmp_path}"], ["seed=3"]):
         assert load_config_with_data("yolov5n", items) == load_config("yolov5n", items)
+
+
+def test_a_restart_reads_data_as_its_job_began_with(project, tmp_path, monkeypatch):
+    """A folder that is away for a while does not make it look for another."""
+    root, out = project / "coco", tmp_path / "out"
+    items = [f"data.root={root}", f"output_dir={out}"]
+
+    def plan():
+        options = TrainOptions()
+        return plan_training(data=None, config="yolov5n", options=options, overrides=items).config
+
+    begun = load_config("yolov5n", items)  # whose data.train is not in this root
+    monkeypatch.setenv("PPDIST_RESTART", "1")
+    assert plan().data.train != begun.data.train  # the first attempt ended before it wrote
+    out.mkdir()
+    (out / "config.yml").write_text(dump_yaml(begun), encoding="utf-8")
+    assert plan() == begun
 
 
 def commands_in(text):
