@@ -79,6 +79,18 @@ class BatchNorm:
         return rounded(dx), dscale, dshift
 
 
+class ChannelAffine:
+    def __init__(self, layout):
+        self.inner = onednn.ChannelAffine(layout)
+
+    def forward(self, x, scale, shift):
+        return rounded(self.inner.forward(wide(x), scale, shift))
+
+    def gradient(self, x, scale, dy):
+        dx, dscale, dshift = self.inner.gradient(wide(x), scale, wide(dy))
+        return rounded(dx), dscale, dshift
+
+
 class Activation:
     def __init__(self, name, layout):
         self.inner = onednn.Activation(name, layout)
@@ -117,8 +129,12 @@ class MapKernel:
         return self.inner.gradient(wide(dy), *kept).astype(self.y.dtype)
 
 
-def max_pool(x, size, stride):
-    return MapKernel(onednn.max_pool(float32(x), size, stride), x.dtype)
+def max_pool(x, size, stride, padding):
+    return MapKernel(onednn.max_pool(float32(x), size, stride, padding), x.dtype)
+
+
+def Pad(x, right, below):
+    return MapKernel(onednn.Pad(float32(x), right, below), x.dtype)
 
 
 def mean_pool(x):
