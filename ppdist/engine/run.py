@@ -316,8 +316,12 @@ def _summarise(
     if experiment.trainer.has_steps_left:
         todo.append(("continue", build_resume_command(place, evaluate)))
     elif _needs_epochs({finding.code for finding in findings}, config):
-        more = max(1, round(config.train.epochs / 2))
-        todo.append(("longer", build_resume_command(place, evaluate, f"+{more}")))
+        length = config.train
+        unit, planned = (
+            ("epochs", length.epochs) if length.steps is None else ("steps", length.steps)
+        )
+        more = [f"--{unit}", f"+{max(1, round(planned / 2))}"]
+        todo.append(("longer", build_resume_command(place, evaluate, more)))
     image = experiment.sets.get("val", experiment.sets["train"]).records[0].path
     weights = f"-w {shlex.quote(str(output_dir))}"
     todo += next_commands(weights, image, test=config.data.test is not None)
@@ -331,13 +335,13 @@ def _needs_epochs(codes: Collection[str], config: ExperimentConfig) -> bool:
     return "still_rising" in codes or ("not_learned" in codes and not config.model.pretrained)
 
 
-def build_resume_command(output_dir: Path | str, evaluate: bool, epochs: str = "") -> str:
+def build_resume_command(output_dir: Path | str, evaluate: bool, length: Sequence[str] = ()) -> str:
     """Builds the command that continues a run from its newest checkpoint.
 
-    Args: epochs: `+10` extends the run; "" if it has steps left.
+    Args: length: `--epochs +10` extends the run, as two words; none if it has steps left.
     """
     words = ["ppdist", "train", "--resume", str(output_dir), *([] if evaluate else ["--no-eval"])]
-    words += ["--epochs", epochs] if epochs else []
+    words += length
     if comm.world_size() == 1:
         return shlex.join(words)
     if comm.world_size() > comm.local_size():

@@ -30,6 +30,8 @@ def test_the_command_that_continues_is_one_of_train(evaluate, monkeypatch):
     arguments = parse()
     assert arguments.resume == "output/a b"
     assert arguments.eval in ((None, True) if evaluate else (False,))
+    longer = shlex.split(build_resume_command(Path("output/a b"), evaluate, ["--steps", "+30"]))
+    assert longer == [*words, "--steps", "+30"]
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "2")
     ranks = shlex.split(build_resume_command(Path("output/a b"), evaluate))
