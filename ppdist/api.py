@@ -30,7 +30,7 @@ from PIL import Image
 from ppdist.common.addresses import work_folder
 from ppdist.common.errors import ConfigError, DataError, UserError
 from ppdist.common.process import STOP_SIGNALS, require_paddle
-from ppdist.config.experiment import ExperimentConfig, apply_overrides, load_config
+from ppdist.config.experiment import ExperimentConfig, apply_overrides
 from ppdist.config.export import ExportOptions
 from ppdist.config.migration import answering, refuse_name
 from ppdist.config.parse import Overrides, override_items, parse_plain
@@ -633,7 +633,9 @@ def _require_callbacks(callbacks: Sequence[object]) -> None:
 def _resolve_config(config: Config, overrides: Sequence[str]) -> ExperimentConfig:
     if isinstance(config, ExperimentConfig):
         return apply_overrides(config, overrides)
-    return load_config(config, overrides)
+    from ppdist.engine.recipe import load_config_with_data
+
+    return load_config_with_data(config, overrides)
 
 
 def config_for(
@@ -644,9 +646,11 @@ def config_for(
 ) -> ExperimentConfig:
     """Returns `config`, or if None the configuration in the weights, with `overrides` applied."""
     if config is None:
+        from ppdist.engine.recipe import fit_to_root
         from ppdist.models.model_card import config_of_weights
 
-        return config_of_weights(weights, overrides, needs_data=needs_data)
+        config = config_of_weights(weights, overrides, needs_data=needs_data)
+        return fit_to_root(config, overrides) if needs_data else config
     return _resolve_config(config, overrides)
 
 

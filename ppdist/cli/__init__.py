@@ -324,13 +324,14 @@ def load_config_of(
 
     Args: needs_data: see `config_of_weights`.
     """
-    from ppdist.config.experiment import load_config
+    from ppdist.engine.recipe import fit_to_root, load_config_with_data
 
     if arguments.config:
-        return load_config(arguments.config, arguments.override)
+        return load_config_with_data(arguments.config, arguments.override)
     from ppdist.models.model_card import config_of_weights
 
-    return config_of_weights(arguments.weights, arguments.override, needs_data=needs_data)
+    config = config_of_weights(arguments.weights, arguments.override, needs_data=needs_data)
+    return fit_to_root(config, arguments.override) if needs_data else config
 
 
 def command_line() -> list[str]:

@@ -129,9 +129,9 @@ def synthetic_data(arguments: argparse.Namespace, root: Path) -> list[str]:
 
 
 def load(arguments: argparse.Namespace, *overrides: str) -> "ExperimentConfig":
-    from ppdist.config.experiment import load_config
+    from ppdist.engine.recipe import load_config_with_data
 
-    return load_config(arguments.config, [*arguments.override, *overrides])
+    return load_config_with_data(arguments.config, [*arguments.override, *overrides])
 
 
 def join_ranks(arguments: argparse.Namespace) -> "ExperimentConfig":

@@ -146,11 +146,11 @@ def _check_output_dir(output_dir: str) -> str:
 
 
 def check_experiment(path: str, overrides: list[str], writes: bool) -> Iterator[Finding]:
-    from ppdist.config.experiment import load_config
     from ppdist.data.datasets.build import check_same_classes, read_split
+    from ppdist.engine.recipe import load_config_with_data
 
     try:
-        config = load_config(path, overrides)
+        config = load_config_with_data(path, overrides)
     except errors.UserError as error:
         yield Finding(FAIL, "config", str(error))
         return

@@ -87,14 +87,14 @@ def main() -> int:
 def fuse(arguments: argparse.Namespace) -> None:
     models = [split_model(text) for text in arguments.model]
     from ppdist.common.files import make_folder
-    from ppdist.config.experiment import load_config
     from ppdist.data.datasets.build import limit_notes
     from ppdist.distributed import comm
+    from ppdist.engine.recipe import load_config_with_data
     from ppdist.lab.ensemble import fuse as fusing
 
     out = arguments.out
     files = [config for config, _ in models]
-    configs = [load_config(file, arguments.override) for file in files]
+    configs = [load_config_with_data(file, arguments.override) for file in files]
     comm.init(configs[0].device, configs[0].distributed)
     comm.run_on_main(lambda: make_folder(out))  # now, not only after the work is done
     dataset = comm.run_on_all_ranks(lambda: fusing.read_common_set(files, configs))
@@ -164,14 +164,14 @@ def split_model(text: str) -> tuple[str, Path]:
 
 def average(arguments: argparse.Namespace) -> None:
     from ppdist.common.manifest import CARD_NOTE
-    from ppdist.config.experiment import load_config
     from ppdist.data.datasets.build import limit_notes, read_split
     from ppdist.distributed import comm
+    from ppdist.engine.recipe import load_config_with_data
     from ppdist.lab.ensemble import model_soup
     from ppdist.models.model_card import average_of, card_of
     from ppdist.models.weights import arrays_of, check_writable, write_arrays
 
-    config = load_config(arguments.config, arguments.override)
+    config = load_config_with_data(arguments.config, arguments.override)
     model_soup.require_different(arguments.weights)
     comm.init(config.device, config.distributed)
     comm.run_on_main(lambda: check_writable(arguments.out))

@@ -94,13 +94,13 @@ def accelerator(arguments: argparse.Namespace) -> int:
 def equivalence(arguments: argparse.Namespace) -> int:
     from ppdist.common.errors import ConfigError
     from ppdist.common.files import write_json
-    from ppdist.config.experiment import load_config
     from ppdist.distributed import comm
+    from ppdist.engine.recipe import load_config_with_data
     from ppdist.lab.verify import dp_equivalence
     from ppdist.lab.verify.dp_equivalence import format_lines, verdict
 
     steps = [f"train.max_steps={arguments.steps}", "log.visualdl=false"]
-    config = load_config(arguments.config, [*arguments.override, *steps])
+    config = load_config_with_data(arguments.config, [*arguments.override, *steps])
     if arguments.alone:
         dp_equivalence.judge(config, arguments.alone)
         return 0

@@ -575,22 +575,32 @@ def _read_data_section(
 
 
 def load_config_with_data(path: str | Path, overrides: Sequence[str]) -> ExperimentConfig:
-    """Loads a configuration; adapts `data` to the layout of `data.root` if its files are absent.
+    """Loads a configuration, with the layout of a typed `data.root`; see `fit_to_root`.
+
+    Args: path, overrides: as for `load_config`.
+    """
+    return fit_to_root(load_config(path, overrides), overrides)
+
+
+def fit_to_root(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:
+    """Adapts `data` to the layout of `data.root` if an override names it and its files are absent.
 
     So `-c RECIPE -o data.root=SET` reads what `SET --model RECIPE` would.  If the layout cannot be
     determined, the configuration is left as it is, and reading its data reports what is missing.
 
-    Args: path, overrides: as for `load_config`.
+    Args: overrides: -o items, which `config` has already.
     """
-    config = load_config(path, overrides)
     typed_keys = {item.partition("=")[0] for item in overrides}
-    given_keys = {key for key in typed_keys if key.removeprefix("data.").split(".")[0] in _FILES}
+    given_keys = {key for key in typed_keys if key.startswith(tuple(f"data.{at}" for at in _FILES))}
     data = config.data
     if "data.root" not in typed_keys or given_keys or data.reader or is_remote(data.root):
         return config
     parts = (*data.train.image_folders, *data.train.annotation_files)
     root = Path(data.root)
-    if not root.is_dir() or all((root / name).exists() for name in parts):
+    problems = [f"{root / name} is not there" for name in parts if not (root / name).exists()]
+    if data.format == "coco" and not data.train.annotation_files:  # of weights without data
+        problems.append("data.train.annotations names no file")
+    if not root.is_dir() or not problems:
         return config
     try:
         layout = find_layout(data.root, config.model.task)
@@ -599,11 +609,13 @@ def load_config_with_data(path: str | Path, overrides: Sequence[str]) -> Experim
     except (ConfigError, DataError):
         return config
     if launched_rank() == 0:
-        absent = next(name for name in parts if not (root / name).exists())
+        held = "" if layout.val else f" ({VAL_FRACTION:.0%} of them for validation)"
         say(
-            f"ppdist: note: {root / absent} is not there: data.root is read as {layout.format}, "
-            f"{layout.images} images, {len(layout.class_names)} classes, as behind `ppdist train`"
+            f"ppdist: note: {problems[0]}: data.root is read as {layout.format}, {layout.images} "
+            f"images{held}, {len(layout.class_names)} classes, as behind `ppdist train`"
         )
+        for subject, reason in layout.notes:
+            say(f"ppdist: note: {subject}: {reason}")
     return apply_overrides(
         fitted, [item for item in overrides if not item.startswith("data.root=")]
     )

@@ -546,8 +546,7 @@ def config_of_weights(
             "these weights do not record their data",
             code="weights_without_data",
             where=str(path),
-            fix="give -c CONFIG, or -o data.root=FOLDER data.train.annotations=FILE "
-            "data.val.annotations=FILE and what else data: needs",
+            fix="give the folder of the data, -o data.root=FOLDER, or -c CONFIG",
         )
     mode = card.resize.mode if card.resize else "stretch"
     data: dict[str, Any] = {"root": _NO_DATA, "train": {}, "val": {}}

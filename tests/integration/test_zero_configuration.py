@@ -13,13 +13,21 @@ import numpy as np
 import pytest
 import yaml
 
+from ppdist import api
 from ppdist.cli import eval as cli_eval
 from ppdist.cli import train
 from ppdist.common.errors import ConfigError
+from ppdist.config.data import DataConfig
 from ppdist.config.experiment import load_config
 from ppdist.config.parse import dump_yaml
 from ppdist.engine import run as engine_run
-from ppdist.engine.recipe import Recipe, TrainOptions, load_config_with_data, write_recipe
+from ppdist.engine.recipe import (
+    Recipe,
+    TrainOptions,
+    fit_to_root,
+    load_config_with_data,
+    write_recipe,
+)
 from ppdist.engine.run import plan_training
 from ppdist.models import model_card
 from tests.errors import raises
@@ -315,7 +323,8 @@ def test_folders_of_classes_train_and_evaluate_by_their_names(monkeypatch, tmp_p
 def test_a_recipe_finds_the_layout_of_another_root_as_data_does(project, tmp_path, capsys):
     for place, kind in (("yaml", "yolo"), ("coco", "coco"), ("voc", "voc")):
         root = f"data.root={project / place}"
-        config = load_config_with_data("yolov5n", [root, "data.single_class=true", "seed=3"])
+        items = [root, "data.single_class=true", "seed=3", "train.epochs=9"]
+        config = load_config_with_data("yolov5n", items)
         assert (config.data.format, config.model.num_classes, config.seed) == (kind, 1, 3)
         assert config.data.single_class and "train2017" in capsys.readouterr().err
     assert load_config_with_data("yolov5n", [root, "model.num_classes=5"]).model.num_classes == 5
@@ -338,6 +347,28 @@ def test_a_restart_reads_data_as_its_job_began_with(project, tmp_path, monkeypat
     out.mkdir()
     (out / "config.yml").write_text(dump_yaml(begun), encoding="utf-8")
     assert plan() == begun
+
+
+def test_evaluations_find_the_layout_of_another_root_as_training_does(project, monkeypatch):
+    items = [f"data.root={project / 'yaml'}", "seed=3"]
+    trained = load_config_with_data("yolov5n", items)
+    assert trained.data.format == "yolo"
+    own = load_config("yolov5n", items)
+    monkeypatch.setattr(model_card, "config_of_weights", lambda *_, **__: own)
+    for words in (["-c", "yolov5n"], []):
+        monkeypatch.setattr(sys, "argv", ["ppdist eval", *words, "-w", "x", "-o", *items])
+        assert cli_eval.config_for(cli_eval.parse()) == trained
+    assert api.config_for(Path("x"), "yolov5n", items) == trained
+    assert api.config_for(Path("x"), None, items, needs_data=True) == trained
+
+
+def test_weights_without_data_find_the_layout_of_root(project, tmp_path):
+    shutil.copytree(project / "yaml", tmp_path / "set")
+    (tmp_path / "set" / "images").mkdir()  # as a card's `data`, which names no labels, expects
+    items = [f"data.root={tmp_path / 'set'}"]
+    data = DataConfig.model_validate({"root": f"{tmp_path / 'set'}", "train": {}, "val": {}})
+    card = load_config("yolov5n").model_copy(update={"data": data})
+    assert fit_to_root(card, items).data.format == "yolo" and fit_to_root(card, []) == card
 
 
 def commands_in(text):
