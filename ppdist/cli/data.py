@@ -151,6 +151,7 @@ def check(arguments: argparse.Namespace) -> int:
                 fix="choose a new folder",
             )
     report = check_splits(config, fast=arguments.fast, workers=arguments.workers)
+    print(*describe_splits(report), *describe_problems(report), sep="\n")
     if arguments.json:
         write_json(arguments.json, report.as_json(), indent=1)
     if arguments.fix:
@@ -158,42 +159,56 @@ def check(arguments: argparse.Namespace) -> int:
     return verdict(config, report)
 
 
-def check_splits(
-    config: "ExperimentConfig", *, fast: bool, workers: int = 0, brief: bool = False
-) -> "Report":
-    """Validates both splits and prints every kind of problem with examples.
+def check_splits(config: "ExperimentConfig", *, fast: bool, workers: int = 0) -> "Report":
+    """Validates both splits.
 
     Args:
         fast: read image headers only, decode nothing.
         workers: number of processes; 0 starts one per core.
-        brief: print examples of errors only.
     """
     from ppdist.common.machine import available_cores
     from ppdist.data.checks.validate import validate
 
     workers = workers or max(1, int(available_cores()))
-    report = validate(config.data, decode=not fast, workers=workers)
-    for split, validated in report.splits.items():
-        print(f"{split}: {validated.raw.source}: {len(validated.raw.images)} images")
+    return validate(config.data, decode=not fast, workers=workers)
+
+
+def describe_splits(report: "Report") -> list[str]:
+    """Returns a line for each split: its source and its number of images."""
+    return [
+        f"{split}: {validated.raw.source}: {len(validated.raw.images)} images"
+        for split, validated in report.splits.items()
+    ]
+
+
+def describe_problems(report: "Report", *, brief: bool = False) -> list[str]:
+    """Returns a line for each kind of problem, errors first, each followed by examples.
+
+    Args: brief: give examples of errors only.
+    """
+    lines = []
     for row in report.rows():
         counts = ", ".join(f"{count} in {split}" for split, count in row.counts.items())
         meaning = row.kind.meaning
-        print(f"{row.kind.severity}: {row.name}: {counts}: {meaning}; {row.what_follows}")
+        lines.append(f"{row.kind.severity}: {row.name}: {counts}: {meaning}; {row.what_follows}")
         if brief and row.kind.severity != "error":
             continue
         remaining = row.count - len(row.examples)
         for example in (*row.examples, *([f"and {remaining} more"] if remaining else [])):
-            print(f"  {example.removesuffix(f': {meaning}')}")
-    return report
+            lines.append(f"  {example.removesuffix(f': {meaning}')}")
+    return lines
 
 
 def verdict(config: "ExperimentConfig", report: "Report") -> int:
-    """Prints whether the splits are usable, and returns the exit code."""
+    """Prints what of the data does not suit the configuration, and the verdict on both splits.
+
+    Returns: the exit code.
+    """
     from ppdist.data.datasets.build import dataset_from_raw
     from ppdist.engine.suitability import findings_of
 
     if report.errors:
-        print(f"{report.errors} errors: training stops, or loses images", file=sys.stderr)
+        print(describe_verdict(report), file=sys.stderr)
         return 2
     sets = [
         dataset_from_raw(config.data, split, report.splits[split].raw, config.model.num_classes)
@@ -201,9 +216,16 @@ def verdict(config: "ExperimentConfig", report: "Report") -> int:
     ]
     for finding in findings_of(config, *sets):
         print(f"warning: {finding.text}")
-    coverage = "every image decodes" if report.decoded else "only image headers were checked"
-    print(f"ok: both splits can be used; {coverage}")
+    print(describe_verdict(report))
     return 0
+
+
+def describe_verdict(report: "Report") -> str:
+    """Says whether the splits are usable."""
+    if report.errors:
+        return f"{report.errors} errors: training stops, or loses images"
+    coverage = "every image decodes" if report.decoded else "only image headers were checked"
+    return f"ok: both splits can be used; {coverage}"
 
 
 def writable_format(word: str) -> str:

@@ -17,7 +17,6 @@ import gc
 import logging
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,6 @@ from ppdist.cli import (
     make_parser,
     require_one_source,
 )
-from ppdist.common.addresses import is_remote, work_folder
 from ppdist.common.arguments import at_least
 from ppdist.common.errors import ConfigError
 from ppdist.common.job import launched_rank, launched_ranks
@@ -268,7 +266,9 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         write_digests(arguments.digests, plan.config, evaluate=evaluate, fitted=fitted)
         return 0
     if arguments.dry_run:
-        return _dry_run(localise(plan, output_dir), output_dir, evaluate)
+        source = ["-c", arguments.config] if arguments.config else []
+        items = ["-o", *arguments.override] if arguments.override else []
+        return _dry_run(localise(plan, output_dir), output_dir, evaluate, [*source, *items])
 
     if launched_ranks() > 1 and launched_rank() == 0:
         from ppdist.launch.cli import warn_of_stock_launcher
@@ -284,46 +284,63 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     )
 
 
-def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
-    """Makes and checks every decision of a training run, without training."""
-    from ppdist.cli.data import check_splits, verdict
+def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool, source: Sequence[str]) -> int:
+    """Makes and checks every decision of a training run, without training.
+
+    Args: source: -c and -o as typed, with which another command reads the same data.
+    """
+    from ppdist.cli.data import check_splits, describe_problems, describe_splits, describe_verdict
+    from ppdist.cli.screen import Screen
     from ppdist.common.console import EarlyLog
     from ppdist.distributed import comm
     from ppdist.engine.advice import advice
     from ppdist.engine.build import build_model, decide_training
     from ppdist.engine.recipe import ASIDE, FILE, file_of_plan, write_recipe
     from ppdist.engine.rehearsal import rehearse
+    from ppdist.engine.run import locate_run
+
+    screen = Screen()
 
     def write_plan() -> tuple[str, str]:
         if plan.recipe is None:
             return "", ""
-        print(*_decision_lines(plan.recipe.rows), sep="\n")
+        screen.print_decisions(plan.recipe.rows)
         name = file_of_plan(plan.recipe, output_dir)
         earlier = {*output_dir.glob(ASIDE)}
         return name, write_recipe(plan.recipe, output_dir, earlier, evaluate, name)
 
-    comm.init(plan.config.device, plan.config.distributed)
-    if is_remote(output_dir):
-        from ppdist.storage.stores import place_of_run, require_writable
+    def check_data() -> bool:
+        report = check_splits(plan.config, fast=True)
+        screen.print_short(describe_splits(report))
+        problems = describe_problems(report, brief=True)
+        if report.errors:
+            screen.print(problems)
+            print(describe_verdict(report), file=sys.stderr)
+            return False
+        words = ["-c", str(output_dir / name)] if name else source
+        screen.print_problems(problems, shlex.join(["ppdist", "data", "check", *words]))
+        screen.print([describe_verdict(report)])
+        return True
 
-        url, output_dir = place_of_run(output_dir), work_folder(output_dir)
+    comm.init(plan.config.device, plan.config.distributed)
+    url, output_dir = locate_run(output_dir)
+    if url:
+        from ppdist.storage.stores import require_writable
+
         say(f"ppdist: output_dir: {comm.run_on_main(lambda: require_writable(url))}")
     build_model(plan.config)  # fails if sizes do not match
     name, command = comm.run_on_main(write_plan)
-    failed = comm.run_on_main(
-        lambda: verdict(plan.config, check_splits(plan.config, fast=True, brief=True))
-    )
+    usable = comm.run_on_main(check_data)
+    warnings: list[str] = []
     lines: list[str] = []
-    if not failed:  # what the run itself would reject or warn about
-        with EarlyLog(comm.is_main()), _quiet("ppdist.data"):  # `check_splits` has printed it
+    if usable:  # what the run itself would reject or warn about
+        with EarlyLog(comm.is_main()), _quiet("ppdist.data"):  # `check_data` has printed it
             decisions = decide_training(
                 plan.config, output_dir=output_dir, evaluate=evaluate, resume=plan.resume,
                 hold=False,
             )  # fmt: skip
             time_line = rehearse(decisions)
-        printed = {finding.text for finding in decisions.findings}  # printed by `verdict`
         warnings = [*decisions.warnings, *advice(decisions.config, decisions.schedule)]
-        lines += [f"warning: {warning}" for warning in warnings if warning not in printed]
         selection = plan.config.data.describe_selection()
         if selection and plan.recipe is None:  # a recipe's table already shows it
             lines.append(f"of the data: {selection}")
@@ -331,10 +348,11 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
     if name:
         if name != FILE:
             lines.append(f"{output_dir / FILE} stays: it is of the run that was made there")
-        lines.append(f"wrote {output_dir / name}, which says why in full; to train: {command}")
+        lines.append(f"wrote {output_dir / name}, which says why in full")
+        lines.append(f"to train: {command}")
     if comm.is_main():
-        print(*lines, sep="\n")
-    return failed
+        screen.print_end(warnings, lines)
+    return 0 if usable else 2
 
 
 @contextmanager
@@ -347,21 +365,6 @@ def _quiet(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _decision_lines(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Formats decisions, one line each; on a terminal, lines are cut to its width.
-
-    Args: rows: (what was decided, its value or "" if it has none, the reason).
-    """
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    names = [name for name, value, _ in rows if value]
-    name_width = max(map(len, names), default=0)
-    lines = []
-    for name, value, reason in rows:
-        line = f"{name:{name_width}}  {value:10}  {reason}" if value else f"{name}: {reason}"
-        lines.append(line if width is None or len(line) <= width else f"{line[: width - 4]} ...")
-    return lines
 
 
 def main() -> int:

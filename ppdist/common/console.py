@@ -116,7 +116,7 @@ class Opening:
         limit = _WARNING_LINES * self.width
         text = " ".join(text.split())
         if len(text) > limit:
-            text = _shorten_words(text, limit)
+            text = shorten_words(text, limit)
         lines = math.ceil(len(text) / self.width)
         if lines > self.left:
             if is_warning:
@@ -135,7 +135,7 @@ class Opening:
         )
 
 
-def _shorten_words(text: str, limit: int) -> str:
+def shorten_words(text: str, limit: int) -> str:
     """Shortens a message at a word boundary, but keeps the page or command at its end."""
     link = re.search(r" (`[^`]+`|\S*/\S+)$", text)
     tail = " ..." + (link[0] if link and len(link[0]) < limit // 2 else "")

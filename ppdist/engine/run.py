@@ -93,18 +93,16 @@ def plan_training(
     """
     if data is None and config is None:
         assert resume.source is not None
-        run = Path(resume.source)
+        url, run = locate_run(resume.source)
         # A length may be an extension ("+50"), so it is not an -o item.
         names = [name for name in OPTION_KEYS if name not in ("epochs", "steps")]
         option_items = options.items(*names)
         epochs, steps = (
             None if length is None else f"{length}" for length in (options.epochs, options.steps)
         )
-        if is_remote(run):
+        if url:
             from ppdist.engine.mirror import description_of
-            from ppdist.storage.stores import place_of_run
 
-            url = place_of_run(run)
             with description_of(url) as copy:
                 items = [f"output_dir={json.dumps(url)}", *option_items, *overrides]
                 longer, extends = config_of_run(copy, epochs, items, steps)
@@ -182,12 +180,7 @@ def run_training(
     """
     plan = localise(plan, output_dir)
     choose_format(plan.config.log.format)
-    url = ""
-    if is_remote(output_dir):
-        from ppdist.storage.stores import place_of_run
-
-        url = place_of_run(output_dir)
-        output_dir = work_folder(url)
+    url, output_dir = locate_run(output_dir)
     if (place := output_dir.resolve()) != output_dir.absolute():
         output_dir = place  # the link may be changed while the run writes
     with EndHook(plan.config.log.on_end, output_dir, command) as hook:
@@ -218,6 +211,19 @@ def _train_into_store(train: Callable[..., int], plan: TrainingPlan, folder: Pat
     if comm.is_main():  # others may end before, as while plots are drawn
         upload_rest(mirror, status)
     return status
+
+
+def locate_run(run: str | Path) -> tuple[str, Path]:
+    """Returns the URL of a run in a store, "" for one on a disk; and its folder on a local disk.
+
+    Raises: ConfigError: a run cannot be in that store.
+    """
+    if not is_remote(run):
+        return "", Path(run)
+    from ppdist.storage.stores import place_of_run
+
+    url = place_of_run(run)
+    return url, work_folder(url)
 
 
 def localise(plan: TrainingPlan, output_dir: Path) -> TrainingPlan:

@@ -591,7 +591,7 @@ def _require_one(candidates: Sequence[Path], split: str, folder: Path) -> Path:
 
 
 def _test_note(present: bool) -> tuple[tuple[str, str], ...]:
-    reason = "evaluate it later: `ppdist eval -w RUN --split test`"
+    reason = "later: `ppdist eval -w RUN --split test`"
     return (("test split: not used in training", reason),) if present else ()
 
 
