@@ -106,7 +106,8 @@ class AmpConfig(Section):
         default=False,
         description="Compute in a lower precision, where steps are slow or memory is short. A CPU "
         "needs avx512_bf16 or amx_bf16 among the "
-        "flags of /proc/cpuinfo; without, the run ends with a message.",
+        "flags of /proc/cpuinfo; without, the run ends with a message; where bfloat16 is slower "
+        "than float32 there, a warning says how much.",
     )
     dtype: Literal["float16", "bfloat16"] = Field(
         default="float16",

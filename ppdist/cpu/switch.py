@@ -17,7 +17,9 @@ Paddle's operators take: a detector of a plug-in may use any operator.
 """
 
 import json
+import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -57,6 +59,8 @@ BFLOAT16_LAYER_TOLERANCE = 0.25
 BFLOAT16_LENGTH_RATIO = 2.0
 _LAYER_SIZE = 10  # pixels, one layer's input
 _DRAWS = 3  # of images: a ReLU whose input rounds to the other side of zero changes the gradient
+_TIMED_LAYERS = ((64, 40, 3), (64, 80, 1))  # channels, side of the map, kernel: of a small net
+_TIMED_ROUNDS = 4  # the quickest counts: the first also creates what is cached
 _MAX_CACHE_BYTES = 16 << 20  # of stored passes
 _KERNEL_VARIABLES = ("ONEDNN_", "DNNL_", "OMP_", "KMP_", "MKL_", "FLAGS_")  # prefixes
 _CORE_FIELDS = (
@@ -306,6 +310,50 @@ def _check_model(model: nn.Layer, size: int, kernels: Kernels, draw: int) -> str
     if not norm / BFLOAT16_LENGTH_RATIO <= length <= norm * BFLOAT16_LENGTH_RATIO:
         return f"the norm of the gradient of all parameters is {length:.4g}, in eager {norm:.4g}"
     return None
+
+
+def measure_cost(kernels: Kernels) -> float:
+    """Measures the CPU time of layers in these kernels as a multiple of float32's, in 0.1 s.
+
+    The layers are convolutions with batch norm and SiLU, forward and backward, in oneDNN's layout;
+    both precisions take turns.  It does not use Paddle's random generators.
+    """
+    passes = [[_build_pass(k, *form) for form in _TIMED_LAYERS] for k in (FLOAT32, kernels)]
+    quickest = [math.inf, math.inf]
+    for _ in range(_TIMED_ROUNDS):
+        for i, layers in enumerate(passes):
+            began = time.process_time()  # other programs do not count
+            for run in layers:
+                run()
+            quickest[i] = min(quickest[i], time.process_time() - began)
+    return quickest[1] / quickest[0]
+
+
+def _build_pass(kernels: Kernels, channels: int, side: int, size: int) -> Callable[[], None]:
+    """Builds a layer of these kernels with numbers to compute; returns its two passes."""
+    shape, w_shape = (1, channels, side, side), (channels, channels, size, size)
+    form = (shape, w_shape, (1, 1), (size // 2, size // 2), (1, 1), 1, False)
+    dtypes = (kernels.dtype, kernels.between, kernels.between)
+    # In and out in the layout that the kernel itself prefers, as in the middle of a net.
+    block = kernels.get("Convolution", *form, 0, True, *dtypes).y_given.block
+    conv = kernels.get("Convolution", *form, block, True, *dtypes)
+    norm = kernels.get("BatchNorm", conv.y, 1e-5)
+    activation = kernels.get("Activation", "silu", conv.y)
+    draw = np.random.default_rng(0).standard_normal
+    x = paddle.to_tensor(draw(conv.x_given.tensor_shape).astype(np.float32))
+    x = conv.x_in(x.astype(conv.x_given.dtype))
+    weight = paddle.to_tensor(draw(w_shape).astype(np.float32))
+    gamma_C, beta_C = paddle.ones([channels]), paddle.zeros([channels])
+
+    def run() -> None:
+        z = conv.forward(x, weight, None)
+        normal, mean_C, variance_C = norm.train(z, gamma_C, beta_C)
+        dy = activation.gradient(normal, activation.forward(normal))
+        dz, *_ = norm.gradient(z, gamma_C, mean_C, variance_C, dy, True)
+        conv.weight_gradient(x, dz)
+        conv.data_gradient(dz, weight)
+
+    return run
 
 
 _Measurements = dict[str, np.ndarray]

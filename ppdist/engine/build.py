@@ -25,7 +25,7 @@ from ppdist.config.model import DetectorConfig, ModelConfig
 from ppdist.config.parse import dump_yaml
 from ppdist.config.train import AmpConfig, MicroBatches
 from ppdist.cpu.precision import BFLOAT16, Kernels, compute_in
-from ppdist.cpu.switch import check_once, self_check, use_onednn
+from ppdist.cpu.switch import check_once, measure_cost, self_check, use_onednn
 from ppdist.data.checks.statistics import refit_if_needed, sizes_in_input
 from ppdist.data.datasets.build import limit_notes
 from ppdist.data.loading.loader import EvalLoader
@@ -108,6 +108,7 @@ from ppdist.optim.updater import Updater
 from ppdist.viz.run_pictures import BatchPictures, EvaluationPictures, Put
 
 _LOST_HOST_SECONDS = 120.0  # NFS releases a lost client's locks after 90 s
+_SLOWER = 1.1  # times the CPU time: less may be noise of the measurement
 # The losses of our models, by `model.name`; the models are in ppdist/models/build.py.
 _LOSSES = {
     "ppyoloe": "ppdist.losses.ppyoloe:PPYOLOELoss",
@@ -498,7 +499,15 @@ def _build_trainer(
     if slow:
         log.warning(slow)
     if config.train.amp.enabled and not device.on_accelerator():
-        check_low_precision(config, model, slow, kernels)
+        cost = check_low_precision(config, model, slow, kernels)
+        text = f"layers take {cost:.2g} times as much CPU time in bfloat16 as in float32"
+        if cost > _SLOWER:
+            log.warning(
+                f"train.amp: on this processor {text}; for speed set train.amp.enabled: false",
+                "amp_slower",
+            )
+        else:
+            log.detail(text)
 
     source = build_batch_source(config, train_set, schedule, dirs.folder / "plots", log.put)
     policies = build_policies(decisions, source, log)
@@ -894,19 +903,22 @@ def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
 
 def check_low_precision(
     config: ExperimentConfig, model: ImageModel, slow: str, kernels: Kernels
-) -> None:
+) -> float:
     """Checks bfloat16 on a CPU with the model to be trained.  Collective.
 
     Compares every kind of layer and the whole model, forward and backward, with Paddle in float32.
 
     Args: slow: what `speed_up_cpu` returned.
+    Returns: CPU time of layers in bfloat16 as a multiple of float32's, measured by rank 0.
     Raises: ConfigError, on every rank: results differ on some rank.
     """
     amp = config.train.amp
-    problem = slow or self_check(model, 2 * model.size_multiple, kernels.at(amp.level))
+    kernels = kernels.at(amp.level)
+    problem = slow or self_check(model, 2 * model.size_multiple, kernels)
+    cost = measure_cost(kernels) if comm.is_main() and not problem else 0.0
     comm.barrier()  # as in `speed_up_cpu`
-    failures_W = comm.all_gather_object(problem and f"{comm.host()}: {problem}")
-    failures = [failure for failure in failures_W if failure]
+    checks_W = comm.all_gather_object((problem and f"{comm.host()}: {problem}", cost))
+    failures = [failure for failure, _ in checks_W if failure]
     if failures:
         raise ConfigError(
             f"true, but {amp.dtype} failed its self-check against float32 on host {failures[0]}",
@@ -914,3 +926,4 @@ def check_low_precision(
             where="train.amp.enabled",
             fix="set train.amp.enabled: false, or train.amp.level: O1 where O2 fails",
         )
+    return checks_W[0][1]

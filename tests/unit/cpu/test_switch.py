@@ -13,7 +13,7 @@ from ppdist.config.model import PPYOLOEConfig, RTDETRConfig, YOLOv5Config
 from ppdist.cpu import onednn
 from ppdist.cpu.layers import OneDNNConvBNLayer, OneDNNRepConv
 from ppdist.cpu.precision import FLOAT32, Kernels, compute_in
-from ppdist.cpu.switch import self_check, use_onednn
+from ppdist.cpu.switch import measure_cost, self_check, use_onednn
 from ppdist.losses.yolov5 import YOLOv5Loss
 from ppdist.models.build import build_model
 from ppdist.models.layers import C3, ConvBNLayer, RepConv
@@ -121,3 +121,8 @@ def test_the_check_passes_a_net_of_relu_and_leaves_it_so() -> None:
         layer.activation for layer in model.sublayers() if isinstance(layer, ConvBNLayer)
     }
     assert activations == {"relu"}
+
+
+@pytest.mark.parametrize(("kernels", "most"), [(FLOAT32, 5), (EMULATED.at("O2"), 100)])
+def test_precisions_are_timed_beside_float32(kernels, most):
+    assert 0.2 < measure_cost(kernels) < most

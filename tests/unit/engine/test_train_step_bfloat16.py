@@ -6,13 +6,16 @@ import numpy as np
 import paddle
 import pytest
 
+from ppdist.common.run_log import RunLog
 from ppdist.cpu.precision import BFLOAT16, missing_bfloat16
 from ppdist.engine import build
 from ppdist.engine.preflight import check_precision
 from ppdist.models.layers import ConvBNLayer
 from tests.emulated_bfloat16 import EMULATED, with_wrong_gradient
 from tests.errors import raises
+from tests.unit.engine.runs import build_run
 from tests.unit.engine.tiny import (
+    FASTEST,
     IMAGES,
     build_step,
     ema_of,
@@ -107,6 +110,16 @@ def test_self_check_passes_and_names_wrong_kernel(tmp_path):
     assert build.self_check(model, 32, EMULATED) is None
     reason = build.self_check(model, 32, with_wrong_gradient())
     assert reason.startswith("gradient of conv.weight")
+
+
+@pytest.mark.parametrize("cost", [0.6, 1.5])
+def test_a_run_warns_where_bfloat16_is_slower(cost, shapes, tmp_path, monkeypatch):
+    codes = []
+    monkeypatch.setattr(RunLog, "warning", lambda _, text, code="": codes.append(code))
+    monkeypatch.setattr(build, "self_check", lambda *_: None)
+    monkeypatch.setattr(build, "measure_cost", lambda _: cost)
+    build_run(shapes, tmp_path, *ON, model=FASTEST, kernels=EMULATED).log.close()
+    assert ("amp_slower" in codes) == (cost > 1)
 
 
 @native
