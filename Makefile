@@ -48,10 +48,12 @@ PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(shell e
 test: install
 	$(call PYTEST,2) -m "not slow"
 
-# torch writes the .pt files that a few slow tests read; nothing else needs it.
+# torch writes the .pt files that a few slow tests read; nothing else needs it.  What deploy/cpp is
+# built with is gathered where it can be; else a line says what is missing, and its tests are skipped.
 test-all: install
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check \
 	  torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu || $(PY) -m pip install --quiet torch==2.13.0
+	-$(PY) -m tests.deploy.cpp_requirements
 	$(call PYTEST,1)
 
 # The page is written also when a test fails: it says so.  Where one did not run it stays as it is.
