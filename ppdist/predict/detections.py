@@ -274,7 +274,9 @@ class Detections:
         try:
             import pandas
         except ImportError as error:
-            raise _missing_package("pandas") from error
+            raise _missing_package(
+                "pandas", ", or use summary(), which needs no package"
+            ) from error
         columns: dict[str, Any] = dict(zip(("x1", "y1", "x2", "y2"), self.boxes_xyxy.T))
         columns |= {"score": self.scores, "class_id": self.class_ids}
         columns["name"] = [detection.name for detection in self]
@@ -337,9 +339,9 @@ def _xml_text(text: str) -> str:
     )
 
 
-def _missing_package(package: str) -> ConfigError:
+def _missing_package(package: str, instead: str = "") -> ConfigError:
     return ConfigError(
         f"needs the package {package}, which is not installed",
         code="package_missing",
-        fix=f"pip install {package}",
+        fix=f"pip install {package}{instead}",
     )

@@ -42,6 +42,7 @@ LIST_SUFFIX = ".txt"  # of a file with one path or URL per line
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 KNOWN_SUFFIXES = IMAGE_SUFFIXES + VIDEO_SUFFIXES
 USUAL_RATE = 25.0  # frames per second of a video or camera that does not state its rate
+_FEW_LINES = 5  # of a list, that a message shows
 _MOST_LOST = 1000  # damaged frames in a row at most; at the end of a video each takes 10 us
 _COMPLETE = 0.9  # a video that ends before this part of its time was cut off
 _LOGGER = logging.getLogger("ppdist")
@@ -202,9 +203,11 @@ def _is_list(path: Path) -> bool:
 def _expand_list(file: Path, leave_out: Path | None) -> list[Source]:
     """Finds the sources in a list file: a URL or a path relative to its folder on each line.
 
-    Raises: DataError: the list is empty, or a line's source is missing; `where` has its number.
+    Raises: DataError: the list is empty, or sources are missing; `where` has the number of the
+        first such line, and the message those of the next.
     """
     sources: list[Source] = []
+    failures: list[tuple[int, str, DataError]] = []
     for number, line in enumerate(read_text(file, ignore_issue).splitlines(), start=1):
         word = line.strip()
         if not word:
@@ -216,18 +219,33 @@ def _expand_list(file: Path, leave_out: Path | None) -> list[Source]:
                 raise DataError("a list in a list", code="source_of_many", where=place)
             places = _expand_word(place, leave_out)
         except DataError as error:
-            raise DataError(
-                f"{place}: {error.what}",
-                code=error.code,
-                where=f"{file}:{number}",
-                fix=error.fix or "correct the line; paths are relative to the list's folder",
-            ) from error
+            failures.append((number, place, error))
+            continue
         # The name keeps the folders of the path, so that files with the same name stay distinct.
         is_one = not is_address and not os.path.isabs(word) and Path(place).is_file()
         sources += [Source(places[0].place, _name_in(word))] if is_one else places
+    if failures:
+        raise _list_error(file, failures)
     if not sources:
         raise DataError("this list has no line", code="no_images", where=str(file))
     return sources
+
+
+def _list_error(file: Path, failures: Sequence[tuple[int, str, DataError]]) -> DataError:
+    """Describes the lines of a list that cannot be used: number, place, and what is wrong."""
+    number, place, error = failures[0]
+    numbers = [str(line) for line, _, _ in failures[1:]]
+    shown = ", ".join(numbers[:_FEW_LINES]) + (", ..." if len(numbers) > _FEW_LINES else "")
+    more = f"; so {len(numbers)} more: lines {shown}" if len(numbers) > 1 else ""
+    more = f"; line {shown}, too" if len(numbers) == 1 else more
+    # The nearest name may be that of the list itself.
+    fix = "" if LIST_SUFFIX in error.fix else error.fix
+    return DataError(
+        f"{place}: {error.what}{more}",
+        code=error.code,
+        where=f"{file}:{number}",
+        fix=fix or "correct the list; paths are relative to its folder",
+    )
 
 
 def _name_in(word: str) -> str:

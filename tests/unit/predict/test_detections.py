@@ -150,3 +150,11 @@ def test_pandas_takes_them(found: Detections) -> None:
     pytest.importorskip("pandas", reason="needs pandas")
     table = found.to_pandas()
     assert list(table["name"]) == [one.name for one in found] and table["x2"][0] == 50
+
+
+def test_without_pandas_the_summary_is_the_way(
+    found: Detections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with raises("package_missing", "pandas", "summary()"):
+        found.to_df()

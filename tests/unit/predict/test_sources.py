@@ -59,9 +59,10 @@ def test_a_list_has_a_path_or_an_address_a_line(photos: Path) -> None:
     sources = expand([str(photos / "some.txt")])
     assert [source.name for source in sources] == ["p/a.jpg", "q/a.jpg", "a.jpg", "b.png"]
     assert sources[1].place == photos / "q/a.jpg"
-    Path("bad.txt").write_text("p/a.jpg\np/none.jpg\n")
-    with raises("source_not_found", "bad.txt:2", "none.jpg"):
-        expand(["bad.txt"])
+    Path("none.txt").write_text("p/a.jpg\nnone.jpg\nq/a.jpg\nsome.txt\nnowhere/c.jpg\n")
+    with raises("source_not_found", "none.txt:2", "none.jpg", "lines 4, 5") as error:
+        expand(["none.txt"])
+    assert "none.txt" not in error.value.fix, "a list cannot be in a list"
 
 
 @pytest.mark.parametrize(
