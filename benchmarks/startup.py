@@ -18,13 +18,12 @@ from typing import Any, NoReturn
 
 Report = dict[str, Any]
 # Functions of `ppdist.engine.build` -> the part of the start to which they belong.
-_STEPS = {
+STEPS = {
     "preflight": "checks",
     "find_start": "checks",
     "read_sets": "data",
     "build_model": "model",
     "_prepare_model": "model",
-    "log_estimate": "model",
     "speed_up_cpu": "kernels' self-check",
     "build_train_step": "optimizer",
 }
@@ -161,7 +160,7 @@ def main() -> NoReturn:
     from ppdist.engine.callbacks import Callback
 
     parts.watch(comm, "init", "ranks join")
-    for name, part in _STEPS.items():
+    for name, part in STEPS.items():
         parts.watch(build, name, part)
 
     class FirstStep(Callback):
