@@ -26,7 +26,7 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ppdist.launch.options import TOKEN_VARIABLE
@@ -74,7 +74,7 @@ class Connection:
         sock.setblocking(False)
         self._socket, self.calls, self.connecting = sock, calls, connecting
         self._incoming, self._outgoing = bytearray(), bytearray()
-        self._waiting: list[Message] = []  # sent once the other end is authenticated
+        self._waiting: list[bytes] = []  # sent once the other end is authenticated
         self._token, self._nonce = os.fsencode(token), secrets.token_hex(16).encode()
         self._nonces: tuple[bytes, bytes] | None = None  # of caller and called
         self._key = b""  # key of the MACs, once both ends have proven the token
@@ -120,10 +120,13 @@ class Connection:
 
         Until the other end has proven the token, messages are queued.
         """
+        self.send_encoded(json.dumps(message).encode())
+
+    def send_encoded(self, content: bytes) -> None:
+        """Sends a message that is encoded already, see `send`."""
         if not self._key:
-            self._waiting.append(message)
+            self._waiting.append(content)
             return
-        content = json.dumps(message).encode()
         self._write(self._mac(self.calls, self._sent, content) + b" " + content)
         self._sent += 1
 
@@ -148,8 +151,8 @@ class Connection:
                 # An endless stream must not keep this loop busy: complete lines are parsed below,
                 # the rest at the next call.
                 break
-        self._flush()
-        return self._parse_lines()
+        self.flush()
+        return self._parse_lines() if self._incoming else []
 
     def close(self, reason: str = "") -> None:
         """Closes the connection; data sent before still arrives.
@@ -157,7 +160,7 @@ class Connection:
         Args: reason: reason to report instead of a less precise one ("the other end closed it").
         """
         if self.closed is None:
-            self._flush()
+            self.flush()
             # If unread bytes are left at closing, the system also drops what was sent.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
@@ -183,9 +186,10 @@ class Connection:
 
     def _write(self, line: bytes) -> None:
         self._outgoing += line + b"\n"
-        self._flush()
+        self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Sends what is queued, as far as it fits into the socket now."""
         if self.closed is not None or self.connecting or not self._outgoing:
             return
         try:
@@ -236,19 +240,19 @@ class Connection:
         elif not hmac.compare_digest(line, self._proof(b"called")):
             return OTHER_TOKEN
         self._key = self._proof(b"lines")
-        for message in self._waiting:
-            self.send(message)
+        for content in self._waiting:
+            self.send_encoded(content)
         self._waiting.clear()
         return ""
 
     def _proof(self, purpose: bytes) -> bytes:
         """Computes the HMAC that proves knowledge of the token, for this connection only."""
         text = b" ".join((b"ppdist", purpose, *(self._nonces or ())))
-        return hmac.new(self._token, text, "sha256").hexdigest().encode()
+        return hmac.digest(self._token, text, "sha256").hex().encode()
 
     def _mac(self, by_caller: bool, number: int, content: bytes) -> bytes:
         text = b"%d %d " % (by_caller, number) + content
-        return hmac.new(self._key, text, "sha256").hexdigest().encode()
+        return hmac.digest(self._key, text, "sha256").hex().encode()
 
     def _verify_line(self, line: bytes) -> Message | None:
         """Returns the message in a line; None if its MAC or form is wrong."""
@@ -269,6 +273,52 @@ class Connection:
         self._socket.close()
 
 
+def send_to_all(connections: Iterable[Connection], message: Message) -> None:
+    """Sends a message over many connections; it is encoded once."""
+    content = json.dumps(message).encode()
+    for connection in connections:
+        connection.send_encoded(content)
+
+
+class Poller:
+    """Waits for many connections at a cost that depends only on those where something arrives."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._sources: dict[int, tuple[Connection | socket.socket, Callable[[], object]]] = {}
+
+    def add(self, source: Connection | socket.socket, handle: Callable[[], object]) -> None:
+        """Adds an open source, or replaces its function; a source leaves when it is closed.
+
+        Args: handle: called once data, an error or the end arrives; reads all there is.
+        """
+        number = source.fileno()
+        if number < 0:
+            return
+        # An entry of another source is one that was closed: its number is in use again.
+        is_new = number not in self._sources or self._sources[number][0] is not source
+        self._sources[number] = source, handle
+        if is_new:
+            self._epoll.register(number, select.EPOLLIN)
+
+    def remove(self, source: Connection | socket.socket) -> None:
+        """Removes a source, if it is still open."""
+        if self._sources.pop(source.fileno(), None):
+            self._epoll.unregister(source)
+
+    def run(self, seconds: float) -> None:
+        """Waits up to `seconds` until something arrives, and calls the functions of its sources."""
+        for number, _ in self._epoll.poll(seconds):
+            entry = self._sources.get(number)
+            # A function called just before may have closed or removed this source.
+            if entry is not None and entry[0].fileno() == number:
+                entry[1]()
+
+    def close(self) -> None:
+        self._epoll.close()
+        self._sources.clear()
+
+
 def open_listener(address: str, port: int) -> socket.socket:
     """Opens a listening socket.  Raises: OSError."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -281,20 +331,6 @@ def open_listener(address: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def wait_for_any(
-    reading: Iterable[Connection | socket.socket],
-    seconds: float,
-    calling: Iterable[Connection] = (),
-) -> bool:
-    """Waits up to `seconds`; returns True once data has arrived or a call was answered."""
-    poll = select.poll()
-    for source in reading:
-        poll.register(source, select.POLLIN)
-    for call in calling:
-        poll.register(call, select.POLLOUT)
-    return bool(poll.poll(1000 * seconds))
 
 
 def read_text(message: Message, key: str, limit: int = 16_000) -> str:
