@@ -23,7 +23,7 @@ import json
 import os
 import re
 import secrets
-import select
+import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -284,8 +284,7 @@ class Poller:
     """Waits for many connections at a cost that depends only on those where something arrives."""
 
     def __init__(self) -> None:
-        self._epoll = select.epoll()
-        self._sources: dict[int, tuple[Connection | socket.socket, Callable[[], object]]] = {}
+        self._selector = selectors.DefaultSelector()
 
     def add(self, source: Connection | socket.socket, handle: Callable[[], object]) -> None:
         """Adds an open source, or replaces its function; a source leaves when it is closed.
@@ -295,28 +294,31 @@ class Poller:
         number = source.fileno()
         if number < 0:
             return
-        # An entry of another source is one that was closed: its number is in use again.
-        is_new = number not in self._sources or self._sources[number][0] is not source
-        self._sources[number] = source, handle
-        if is_new:
-            self._epoll.register(number, select.EPOLLIN)
+        entry = self._selector.get_map().get(number)
+        if entry is not None and entry.fileobj is source:
+            self._selector.modify(source, selectors.EVENT_READ, (source, handle))
+            return
+        if entry is not None:  # its source was closed, and the number is in use again
+            self._selector.unregister(entry.fileobj)
+        self._selector.register(source, selectors.EVENT_READ, (source, handle))
 
     def remove(self, source: Connection | socket.socket) -> None:
         """Removes a source, if it is still open."""
-        if self._sources.pop(source.fileno(), None):
-            self._epoll.unregister(source)
+        if source.fileno() >= 0 and source.fileno() in self._selector.get_map():
+            self._selector.unregister(source)
 
     def run(self, seconds: float) -> None:
         """Waits up to `seconds` until something arrives, and calls the functions of its sources."""
-        for number, _ in self._epoll.poll(seconds):
-            entry = self._sources.get(number)
+        for entry, _ in self._selector.select(seconds):
             # A function called just before may have closed or removed this source.
-            if entry is not None and entry[0].fileno() == number:
-                entry[1]()
+            current = self._selector.get_map().get(entry.fd)
+            if current is not None:
+                source, handle = current.data
+                if source.fileno() == entry.fd:
+                    handle()
 
     def close(self) -> None:
-        self._epoll.close()
-        self._sources.clear()
+        self._selector.close()
 
 
 def open_listener(address: str, port: int) -> socket.socket:
