@@ -21,7 +21,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -146,7 +146,7 @@ class _Job:
     def note_line(self, line: str) -> None:
         self.longest_line.value = max(self.longest_line.value, len(line))
 
-    def measure(self, name: str, act: Callable[[], None]) -> dict[str, float]:
+    def measure(self, name: str, act: Callable[[], object]) -> dict[str, float]:
         """Measures an event, until all hosts that run then have met again.
 
         Returns: seconds and CPU seconds, each named after the event.
@@ -184,24 +184,24 @@ def _cpu_seconds(process: BaseProcess) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure_hosts(count: int, port: int) -> dict[str, Any]:
-    """Returns the figures of a job of `count` hosts, from its start to its end."""
+def measure_hosts(count: int, port: int) -> Iterator[dict[str, float]]:
+    """Yields the figures of a job of `count` hosts, event by event, from its start to its end."""
     job = _Job(count, port)
     last = len(job.shares) - 1
     try:
         job.start(0)
         job.listens.wait(_LONGEST_SECONDS)
-        figures = job.measure("all", lambda: [job.start(share) for share in range(1, last + 1)])
+        yield job.measure("all", lambda: [job.start(share) for share in range(1, last + 1)])
         worked = _cpu_seconds(job.processes[0])
         time.sleep(_WATCH_SECONDS)
         worked = _cpu_seconds(job.processes[0]) - worked
-        figures["watching_share_of_a_core"] = worked / _WATCH_SECONDS
-        figures |= job.measure("one_lost", lambda: job.kill(last))
-        figures |= job.measure("one_returns", lambda: job.start(last))
-        figures |= job.measure("quarter_lost", lambda: job.kill(1))
+        yield {"watching_share_of_a_core": worked / _WATCH_SECONDS}
+        yield job.measure("one_lost", lambda: job.kill(last))
+        yield job.measure("one_returns", lambda: job.start(last))
+        yield job.measure("quarter_lost", lambda: job.kill(1))
         began, job.is_over.value = time.monotonic(), 1
-        figures["finish_seconds"] = job.wait_for(job.ended, began, job.processes)
-        return figures | {"longest_line_characters": job.longest_line.value}
+        finish = job.wait_for(job.ended, began, job.processes)
+        yield {"finish_seconds": finish, "longest_line_characters": job.longest_line.value}
     finally:
         for process in job.processes.values():
             process.kill()
@@ -218,8 +218,8 @@ def _run_threads(run: Callable[[int], None], numbers: Sequence[int]) -> None:
         thread.join()
 
 
-def measure_ranks(count: int, port: int) -> dict[str, Any]:
-    """Returns the figures that rank 0 of `count` sends."""
+def measure_ranks(count: int, port: int) -> Iterator[dict[str, float]]:
+    """Yields the figures that rank 0 of `count` sends."""
     receiver, sender = _FORK.Pipe(duplex=False)
     shares = [[0], *(list(range(1 + first, count, _PROCESSES)) for first in range(_PROCESSES))]
     processes = [
@@ -233,7 +233,7 @@ def measure_ranks(count: int, port: int) -> dict[str, Any]:
         while not receiver.poll(1.0):
             if processes[0].exitcode is not None:
                 raise RuntimeError(f"the first of {count} ended without a word")
-        return receiver.recv()
+        yield receiver.recv()
     finally:
         processes[0].join(30)
         for process in processes[1:]:
@@ -253,9 +253,9 @@ def main() -> None:
     os.environ.setdefault("GLOG_minloglevel", "2")
     measure = measure_ranks if arguments.what == "store" else measure_hosts
     for number, count in enumerate(arguments.count):
-        result = measure(count, _PORT + number)
-        rounded = {name: round(value, 4) for name, value in result.items()}
-        print(json.dumps({"what": arguments.what, "count": count, **rounded}), flush=True)
+        for figures in measure(count, _PORT + number):
+            rounded = {name: round(value, 4) for name, value in figures.items()}
+            print(json.dumps({"what": arguments.what, "count": count, **rounded}), flush=True)
 
 
 if __name__ == "__main__":

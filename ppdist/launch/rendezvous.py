@@ -228,7 +228,7 @@ class Hub:
         This host is among them if it has come back to hosts that waited for it.
         """
         trained = self._attempt > 0
-        hosts: tuple[Handshake | _Guest, ...] = (self._local, *self._world.values())
+        hosts: list[Handshake | _Guest] = [self._local, *self._world.values()]
         return [remote.host for remote in hosts if trained and not remote.attempt]
 
     def end_world(
