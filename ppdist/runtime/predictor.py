@@ -334,7 +334,12 @@ def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -
         best_N = scores_NC.argmax(axis=1)
         only_N1 = np.take_along_axis(scores_NC, best_N[:, None], axis=1)
         scores_NC = np.where(np.arange(scores_NC.shape[1]) == best_N[:, None], only_N1, 0)
-    index_P, labels_P = np.nonzero(scores_NC > nms["score_threshold"])
+    passes_NC = scores_NC > nms["score_threshold"]
+    rank = scores_NC.shape[0] - nms["candidates"]
+    if rank > 0 and nms["iou_threshold"] is not None and not is_agnostic:
+        # Only the candidates of a class are sorted: a net that has learned little has millions.
+        passes_NC &= scores_NC >= np.partition(scores_NC, rank, axis=0)[rank]
+    index_P, labels_P = np.nonzero(passes_NC)
     scores_P = scores_NC[index_P, labels_P]
     if nms["iou_threshold"] is None:
         best = np.lexsort((index_P, labels_P, -scores_P))[: nms["keep"]]
