@@ -16,6 +16,7 @@ from ppdist.config.shipped import recipes, short_names
 from ppdist.config.study import load_study
 from tests.errors import raises
 from tests.forked import ROOT
+from tests.unit.data.datasets.small import yolo_set
 from tools import docs
 
 DOORS = {"infer": "predict"}  # tools/NAME.py -> command, where they differ
@@ -125,6 +126,24 @@ def test_a_word_that_is_no_command_is_answered(typed, code, said, monkeypatch, c
         cli.main()
     assert ended.value.code == code
     assert re.search(said, "".join(capsys.readouterr()).strip())
+
+
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        ("data stats {}/data.yaml", "`ppdist data check {}/data.yaml --fix DIR`"),
+        ("train {}/data.yaml -c yolov5n", "`ppdist train {}/data.yaml --model yolov5n`"),
+    ],
+)
+def test_what_a_message_tells_to_type_has_the_data_in_it(
+    typed, remedy, monkeypatch, tmp_path, capsys
+):
+    yolo_set(tmp_path, "7 0.5 0.5 0.1 0.1", names=None)
+    (tmp_path / "data.yaml").write_text("train: images\nval: images\nnames: [cat, dog]\n")
+    monkeypatch.setattr(sys, "argv", ["ppdist", *typed.format(tmp_path).split()])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert remedy.format(tmp_path) in capsys.readouterr().err
 
 
 HELP = """

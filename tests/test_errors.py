@@ -21,6 +21,7 @@ _PASSED_ON = {
     "ppdist/config/yaml.py",
     "ppdist/data/datasets/annotations.py",
     "ppdist/data/datasets/layout.py",
+    "ppdist/data/checks/clean_copy.py",
     "ppdist/data/image.py",
     "ppdist/data/loading/loader.py",
     "ppdist/data/transforms/pipeline.py",

@@ -52,6 +52,7 @@ _REMOVED = {"completion": "leave its line out of what your shell reads at its st
 _ULTRALYTICS = ("yolo", "detect", "classify")
 CLONE = Path(__file__).resolve().parents[2]
 _PROGRAM = "ppdist {}"  # what --help calls a command that no script of tools/ has started
+_typed_data: list[str] = []  # the words that name the data: DATA, or -c and what goes with it
 
 
 def run(command: str) -> NoReturn:
@@ -59,9 +60,21 @@ def run(command: str) -> NoReturn:
 
     def main() -> int | None:
         require_one_process(command)
-        return load_main(command)()
+        try:
+            return load_main(command)()
+        except errors.DataError as error:
+            name_data(error)
+            raise
 
     process.run(main)
+
+
+def name_data(error: errors.DataError) -> None:
+    """Puts the data of the command line into the commands that a message tells to type."""
+    if _typed_data:
+        typed = f"`ppdist data check {shlex.join(_typed_data)}"
+        error.fix = error.fix.replace("`ppdist data check DATA", typed)
+        error.args = (f"{error}".replace("`ppdist data check DATA", typed),)
 
 
 def require_one_process(command: str) -> None:
@@ -266,7 +279,12 @@ def require_one_source(arguments: argparse.Namespace, command: str, model: str =
     """
     if bool(arguments.data) == bool(arguments.config):
         sources = " and ".join(filter(None, (arguments.data, arguments.config)))
-        more = f" --model {model}" if model else ""
+        if model and arguments.config and not os.path.splitext(arguments.config)[1]:
+            model = arguments.config  # the name of a recipe, which -c and --model both take
+        more = f" --model {shlex.quote(model)}" if model else ""
+        data, config = map(
+            shlex.quote, (arguments.data or "data.yaml", arguments.config or "cfg.yml")
+        )
         if sources and "=" in arguments.data and not os.path.exists(arguments.data):
             from ppdist.config.migration import refuse_options
 
@@ -281,8 +299,11 @@ def require_one_source(arguments: argparse.Namespace, command: str, model: str =
             f"expected either DATA or -c, found {f'both ({sources})' if sources else 'neither'}",
             code="options_conflict" if sources else "option_missing",
             where=command,
-            fix=f"`ppdist {command} data.yaml{more}`, or `ppdist {command} -c cfg.yml`",
+            fix=f"`ppdist {command} {data}{more}`, or `ppdist {command} -c {config}`",
         )
+    of_data = [item for item in arguments.override if item.startswith("data.")]
+    _typed_data[:] = [arguments.data] if arguments.data else ["-c", arguments.config]
+    _typed_data.extend(["-o", *of_data] if of_data else [])
 
 
 def load_experiment(arguments: argparse.Namespace, command: str) -> "ExperimentConfig":

@@ -223,7 +223,7 @@ def verdict(config: "ExperimentConfig", report: "Report") -> int:
 def describe_verdict(report: "Report") -> str:
     """Says whether the splits are usable."""
     if report.errors:
-        return f"{report.errors} errors: training stops, or loses images"
+        return f"{report.errors} error{'s' * (report.errors != 1)}: training stops, or loses images"
     coverage = "every image decodes" if report.decoded else "only image headers were checked"
     return f"ok: both splits can be used; {coverage}"
 

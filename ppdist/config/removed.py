@@ -102,7 +102,7 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
         "FLAGS_cudnn_exhaustive_search=1, NVIDIA_TF32_OVERRIDE=0",
     ),
     "data.bad_images_limit": Removed(
-        0.001, "leave it out; `ppdist data check --fix` writes a set without bad images"
+        0.001, "leave it out; `ppdist data check DATA --fix DIR` writes a set without bad images"
     ),
     "data.compare_images": Removed("some", "leave it out; compare copies of the set by sha256sum"),
     "train.auto_batch_memory": Removed(0.8, "leave it out, or give batch_size_per_card a number"),

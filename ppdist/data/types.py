@@ -32,18 +32,20 @@ class Issue:
 
     code: a key of `KINDS` in datasets/annotations.py, and the code of the error if training stops;
     what: a sentence for the user; image: path of the image it is about, "" if there is none;
-    where: file, line or annotation.
+    where: file, line or annotation; fix: what to do where leaving out the faulty parts is wrong.
     """
 
     code: str
     what: str
     image: str = ""
     where: str = ""
+    fix: str = ""
 
     @property
     def text(self) -> str:
-        """Returns `where: what`."""
-        return f"{self.where}: {self.what}" if self.where else self.what
+        """Returns `where: what; fix`, without what is empty."""
+        place, remedy = f"{self.where}: " * bool(self.where), f"; {self.fix}" * bool(self.fix)
+        return f"{place}{self.what}{remedy}"
 
 
 Complain = Callable[[Issue], None]

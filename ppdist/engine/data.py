@@ -250,7 +250,7 @@ class Blocklist:
             f"thousand ({allowed})",
             code="too_many_bad_images",
             where=f"{self._dataset.source}",
-            fix=(f"`ppdist data check` lists them, its --fix writes a set without them:\n{lines}"),
+            fix=f"`ppdist data check DATA --fix DIR` writes a set without them:\n{lines}",
         )
 
 

@@ -207,7 +207,7 @@ def read_card(path: Path | str) -> ModelCard | None:
     Args: path: a checkpoint, a run's output_dir (its best), an export's folder, a weight file, or a
         name of the zoo, which is downloaded if needed; what is known of a published file is
         added.
-    Raises: WeightsError: no such file, damaged, or an invalid card.
+    Raises: WeightsError: no such file, of an unknown kind, damaged, or an invalid card.
     """
     entry, path = published(path), checkpoint_of(local_weights(path))
     require_there(path)
@@ -216,6 +216,7 @@ def read_card(path: Path | str) -> ModelCard | None:
             return _read_export_card(path / "infer.yml")
         has_manifest = (path / "manifest.json").is_file()
         return through_links(path, _read_checkpoint_card) if has_manifest else None
+    require_known_ending(path)
     if path.suffix.lower() in (".pt", ".pth", ".ckpt"):
         return _add_published(
             entry, _read_or_damaged(path, lambda: _make_torch_card(read_torch_content(path)))
@@ -534,7 +535,6 @@ def config_of_weights(
         return load_config(find_config(entry.config), [*entry.overrides, *overrides])
     card = _add_published(entry, None) if entry else read_card(path)
     if card is None or card.model is None:
-        require_known_ending(path)
         raise WeightsError(
             "these weights do not record their model",
             code="weights_without_card",

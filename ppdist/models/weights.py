@@ -584,10 +584,11 @@ def load_weights(
     if not matched:
         raise WeightsError(
             f"none of its {len(arrays)} entries belongs to this model; the file has "
-            f"{_abbreviate(arrays)}, the model expects {_abbreviate(shapes)}; is it a weight file "
-            "of another architecture?",
+            f"{_abbreviate(arrays)}, the model expects {_abbreviate(shapes)}",
             code="weights_of_other_architecture",
             where=str(path),
+            fix="give weights of this model (`ppdist verify zoo` lists the published ones), or "
+            "choose the model that they are of (`ppdist config list`)",
         )
     _refuse_other_designs(path, ignored, matched, official)
     copied = _init_missing_parts(model, matched, shapes)

@@ -76,9 +76,11 @@ def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cl
         out: a folder that is empty or does not exist yet.
         images: see `convert`.
     Raises: DataError: no good image or no object is left in a split, the classes of the splits
-        differ, or the format cannot represent them.  UserError: a file cannot be written.
+        differ or are numbered from 1, or the format cannot represent them.  UserError: a file
+        cannot be written.
     """
     check_same_classes(report.splits["train"].raw, report.splits["val"].raw)
+    _require_fixable(report)
     lines, raws = [], {}
     for split, left_out in _choose_left_out(report).items():
         validated = report.splits[split]
@@ -107,6 +109,19 @@ def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cl
             for kind, count in sorted(done.items(), key=lambda entry: [*KINDS].index(entry[0]))
         ]
     return Cleaned(lines + _write(raws, form, out, images), raws)
+
+
+def _require_fixable(report: Report) -> None:
+    """Refuses what is wrong with a split as a whole: what is left of it would be wrong, too."""
+    for validated in report.splits.values():
+        for issue in validated.issues:
+            if issue.fix:
+                raise DataError(
+                    f"{issue.what}; nothing was written",
+                    code=issue.code,
+                    where=issue.where,
+                    fix=issue.fix,
+                )
 
 
 def _choose_left_out(report: Report) -> dict[str, dict[str, str]]:

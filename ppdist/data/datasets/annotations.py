@@ -240,7 +240,7 @@ KINDS: dict[str, Kind] = {
 
 
 _LOGGER = logging.getLogger("ppdist.data")
-CLEAN_COPY = "`ppdist data check --fix DIR` writes a copy of the set without it"
+CLEAN_COPY = "`ppdist data check DATA --fix DIR` writes a copy of the set without it"
 _FEW_SHARE = 0.1  # share of wrong entries up to which leaving them out is the remedy
 _IMAGE_KINDS = {  # kinds that concern an image, not its objects
     *("annotation_missing", "annotation_unreadable", "image_id_duplicate", "image_missing"),
@@ -275,10 +275,11 @@ class IssueLog:
         for kind, issue in self._first.items():
             if KINDS[kind].severity == "error":
                 images, objects = map(sum, zip((0, 0), *map(_count_entries, read)))
-                fix = _suggest_fix(
+                fix = issue.fix or _suggest_fix(
                     kind, self._counts[kind], images if kind in _IMAGE_KINDS else objects
                 )
-                more = f" (and {self._counts[kind] - 1} more)" if self._counts[kind] > 1 else ""
+                remaining = 0 if issue.fix else self._counts[kind] - 1  # its fix concerns the set
+                more = f" (and {remaining} more)" if remaining else ""
                 raise DataError(f"{issue.what}{more}", code=kind, where=issue.where, fix=fix)
         lines = []
         for kind, issue in self._first.items():

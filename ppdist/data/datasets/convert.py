@@ -802,7 +802,7 @@ def _split_texts(
             f"line",
             code="list_not_divisible",
             where=named,
-            fix="run `ppdist data check` to see what is wrong",
+            fix="run `ppdist data check DATA` to see what is wrong",
         )
     texts = [[line for line, of in zip(lines, part_N) if of in parts] for parts in parts_of_files]
     return [header + "\n".join(text) + "\n" for text in texts]

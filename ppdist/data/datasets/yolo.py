@@ -417,8 +417,9 @@ def _warn_if_one_based(
     """Warns if class numbers seem to start at 1."""
     used = {line.label for line in lines}
     if used and min(used) == 1 and max(used) == len(names):
-        message = f"classes are numbered 1 to {len(names)}; YOLO counts from 0: subtract 1"
-        complain(Issue("class_unknown", message, where=source))
+        message = f"classes are numbered 1 to {len(names)}; YOLO counts from 0"
+        fix = "subtract 1 from the first number of each line of the label files"
+        complain(Issue("class_unknown", message, where=source, fix=fix))
 
 
 class _ClassNumbers:

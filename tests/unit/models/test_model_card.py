@@ -192,6 +192,8 @@ def test_broken_files_end_with_a_code(tmp_path, name) -> None:
     (tmp_path / name).write_bytes(b"\xff" * 64)
     with raises("weights_damaged"):
         read_card(tmp_path / name)
+    with raises("weights_format"):  # before anything else is read
+        read_card((tmp_path / name).rename(tmp_path / "README.md"))
 
 
 def test_an_average_keeps_the_licences_of_its_members(tmp_path) -> None:

@@ -168,6 +168,13 @@ def test_other_validation_classes_write_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_classes_that_count_from_one_write_nothing(tmp_path):
+    report = validate(yolo_set(tmp_path, "2 0.5 0.5 0.1 0.1"), decode=False, workers=1)
+    with raises("class_unknown"):
+        clean_copy(report, "yolo", tmp_path / "out", images="copy")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_copy_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
     settings = write_clean_coco(tmp_path)
     report, out = validate(settings, decode=False, workers=1), tmp_path / "out"

@@ -194,7 +194,7 @@ def test_a_set_without_any_object_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("bad", "good", "remedy"),
-    [(1, 2, "check --fix"), (3, 40, "check --fix"), (4, 5, "4 of 9 objects"),
+    [(1, 2, "DATA --fix DIR"), (3, 40, "DATA --fix DIR"), (4, 5, "4 of 9 objects"),
      (4, 0, "all 4 objects"), (1, 0, "")],
 )  # fmt: skip
 def test_clean_copy_is_the_remedy_of_few_bad_lines_alone(tmp_path, bad, good, remedy):
