@@ -165,7 +165,10 @@ class Parser(argparse.ArgumentParser):
         words_and_options = {
             spelling for word in words.split() for spelling in (word, word.partition("=")[0])
         }
-        self._answer(words_and_options if unrecognized else options - own_options)
+        if message.startswith("the following arguments are required"):
+            # argparse says this before it looks at `source=photos` of other trainers
+            words_and_options = {word for word in sys.argv[1:] if "=" in word}
+        self._answer(words_and_options | (set() if unrecognized else options - own_options))
         unknown_options = [word for word in words.split() if word[:2] == "--"]
         option_of_word = {word.lstrip("-"): word for word in own_options if word[:2] == "--"}
         mistyped = unknown_options[0].partition("=")[0].lstrip("-") if unknown_options else ""

@@ -188,8 +188,9 @@ def main() -> int:
             where=" ".join(arguments.source),
         )
     written = results.write()
-    print(f"{results.total()}; {'' if not pictures else 'pictures and '}{written.name} in "
-          f"{arguments.out}")  # fmt: skip
+    files = [*(["pictures"] if pictures else []), written.name, *written_paths]
+    listing = " and ".join(filter(None, (", ".join(files[:-1]), files[-1])))
+    print(f"{results.total()}; {listing} in {arguments.out}")
     if choice is not None and (hint := results.hint(choice.threshold)):
         print(process.printable(hint))
     if not stopped:

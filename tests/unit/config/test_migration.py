@@ -135,6 +135,7 @@ def test_foreign_option_is_answered(words, said):
     [
         ("predict model=yolov5n.pt source=bus.jpg", "model=yolov5n.pt: an option of ultralytics; "
          "write `-w yolov5n.pt`"),
+        ("predict -w a.pt source=x conf=0.4", "conf=0.4: an option of ultralytics; write `--thr"),
         ("predict -w a.pt --source x --conf-thres 0.4", "write `--threshold 0.4`"),
         ("predict -w a.pt --source x --conf=0.4", "write `--threshold 0.4`"),
         ("predict -w a.pt --source x --device 0", "the first of CUDA_VISIBLE_DEVICES"),
@@ -148,6 +149,7 @@ def test_foreign_option_is_answered(words, said):
         ("eval -w a --iou 0.6", "write `-o nms.iou_threshold=0.6`"),
         ("eval -w a --gpus 0,1", "write `fleetrun --selected_gpus 0,1 ppdist eval ...`"),
         ("eval -w a --project runs --name a", "write `--out runs/a`"),
+        ("train d --model yolov5n -w a.pt", "write `--weights a.pt`"),
         ("train -c x.yml max_iter=100", "write `-o train.steps=100`"),
         ("eval -w a --classwise", "leave it out: classes are always shown"),
         ("export model=a.pt format=onnx", "write `-w a.pt`"),
