@@ -323,10 +323,11 @@ def _summarise(
         todo.append(("continue", build_resume_command(place, evaluate)))
     elif _needs_epochs({finding.code for finding in findings}, config):
         length = config.train
-        unit, planned = (
-            ("epochs", length.epochs) if length.steps is None else ("steps", length.steps)
+        # A half as much again, and enough of a short trial to see whether it learns.
+        unit, planned, least = (
+            ("epochs", length.epochs, 10) if length.steps is None else ("steps", length.steps, 500)
         )
-        more = [f"--{unit}", f"+{max(1, round(planned / 2))}"]
+        more = [f"--{unit}", f"+{max(least, round(planned / 2))}"]
         todo.append(("longer", build_resume_command(place, evaluate, more)))
     image = experiment.sets.get("val", experiment.sets["train"]).records[0].path
     weights = f"-w {shlex.quote(str(output_dir))}"
