@@ -324,10 +324,10 @@ def _summarise(
     elif _needs_epochs({finding.code for finding in findings}, config):
         length = config.train
         # A half as much again, and enough of a short trial to see whether it learns.
-        unit, planned, least = (
+        unit, planned, smallest = (
             ("epochs", length.epochs, 10) if length.steps is None else ("steps", length.steps, 500)
         )
-        more = [f"--{unit}", f"+{max(least, round(planned / 2))}"]
+        more = [f"--{unit}", f"+{max(smallest, round(planned / 2))}"]
         todo.append(("longer", build_resume_command(place, evaluate, more)))
     image = experiment.sets.get("val", experiment.sets["train"]).records[0].path
     weights = f"-w {shlex.quote(str(output_dir))}"
