@@ -81,7 +81,7 @@ class BatchNorm:
 
 class ChannelAffine:
     def __init__(self, layout):
-        self.inner = onednn.ChannelAffine(layout)
+        self.inner = onednn.ChannelAffine(float32(layout))
 
     def forward(self, x, scale, shift):
         return rounded(self.inner.forward(wide(x), scale, shift))

@@ -23,10 +23,10 @@ import json
 import os
 import re
 import secrets
-import selectors
+import select
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from ppdist.launch.options import TOKEN_VARIABLE
@@ -74,7 +74,7 @@ class Connection:
         sock.setblocking(False)
         self._socket, self.calls, self.connecting = sock, calls, connecting
         self._incoming, self._outgoing = bytearray(), bytearray()
-        self._waiting: list[bytes] = []  # sent once the other end is authenticated
+        self._waiting: list[Message] = []  # sent once the other end is authenticated
         self._token, self._nonce = os.fsencode(token), secrets.token_hex(16).encode()
         self._nonces: tuple[bytes, bytes] | None = None  # of caller and called
         self._key = b""  # key of the MACs, once both ends have proven the token
@@ -120,13 +120,10 @@ class Connection:
 
         Until the other end has proven the token, messages are queued.
         """
-        self.send_encoded(json.dumps(message).encode())
-
-    def send_encoded(self, content: bytes) -> None:
-        """Sends a message that is encoded already, see `send`."""
         if not self._key:
-            self._waiting.append(content)
+            self._waiting.append(message)
             return
+        content = json.dumps(message).encode()
         self._write(self._mac(self.calls, self._sent, content) + b" " + content)
         self._sent += 1
 
@@ -151,8 +148,8 @@ class Connection:
                 # An endless stream must not keep this loop busy: complete lines are parsed below,
                 # the rest at the next call.
                 break
-        self.flush()
-        return self._parse_lines() if self._incoming else []
+        self._flush()
+        return self._parse_lines()
 
     def close(self, reason: str = "") -> None:
         """Closes the connection; data sent before still arrives.
@@ -160,7 +157,7 @@ class Connection:
         Args: reason: reason to report instead of a less precise one ("the other end closed it").
         """
         if self.closed is None:
-            self.flush()
+            self._flush()
             # If unread bytes are left at closing, the system also drops what was sent.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
@@ -186,10 +183,9 @@ class Connection:
 
     def _write(self, line: bytes) -> None:
         self._outgoing += line + b"\n"
-        self.flush()
+        self._flush()
 
-    def flush(self) -> None:
-        """Sends what is queued, as far as it fits into the socket now."""
+    def _flush(self) -> None:
         if self.closed is not None or self.connecting or not self._outgoing:
             return
         try:
@@ -240,19 +236,19 @@ class Connection:
         elif not hmac.compare_digest(line, self._proof(b"called")):
             return OTHER_TOKEN
         self._key = self._proof(b"lines")
-        for content in self._waiting:
-            self.send_encoded(content)
+        for message in self._waiting:
+            self.send(message)
         self._waiting.clear()
         return ""
 
     def _proof(self, purpose: bytes) -> bytes:
         """Computes the HMAC that proves knowledge of the token, for this connection only."""
         text = b" ".join((b"ppdist", purpose, *(self._nonces or ())))
-        return hmac.digest(self._token, text, "sha256").hex().encode()
+        return hmac.new(self._token, text, "sha256").hexdigest().encode()
 
     def _mac(self, by_caller: bool, number: int, content: bytes) -> bytes:
         text = b"%d %d " % (by_caller, number) + content
-        return hmac.digest(self._key, text, "sha256").hex().encode()
+        return hmac.new(self._key, text, "sha256").hexdigest().encode()
 
     def _verify_line(self, line: bytes) -> Message | None:
         """Returns the message in a line; None if its MAC or form is wrong."""
@@ -273,54 +269,6 @@ class Connection:
         self._socket.close()
 
 
-def send_to_all(connections: Iterable[Connection], message: Message) -> None:
-    """Sends a message over many connections; it is encoded once."""
-    content = json.dumps(message).encode()
-    for connection in connections:
-        connection.send_encoded(content)
-
-
-class Poller:
-    """Waits for many connections at a cost that depends only on those where something arrives."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-
-    def add(self, source: Connection | socket.socket, handle: Callable[[], object]) -> None:
-        """Adds an open source, or replaces its function; a source leaves when it is closed.
-
-        Args: handle: called once data, an error or the end arrives; reads all there is.
-        """
-        number = source.fileno()
-        if number < 0:
-            return
-        entry = self._selector.get_map().get(number)
-        if entry is not None and entry.fileobj is source:
-            self._selector.modify(source, selectors.EVENT_READ, (source, handle))
-            return
-        if entry is not None:  # its source was closed, and the number is in use again
-            self._selector.unregister(entry.fileobj)
-        self._selector.register(source, selectors.EVENT_READ, (source, handle))
-
-    def remove(self, source: Connection | socket.socket) -> None:
-        """Removes a source, if it is still open."""
-        if source.fileno() >= 0 and source.fileno() in self._selector.get_map():
-            self._selector.unregister(source)
-
-    def run(self, seconds: float) -> None:
-        """Waits up to `seconds` until something arrives, and calls the functions of its sources."""
-        for entry, _ in self._selector.select(seconds):
-            # A function called just before may have closed or removed this source.
-            current = self._selector.get_map().get(entry.fd)
-            if current is not None:
-                source, handle = current.data
-                if source.fileno() == entry.fd:
-                    handle()
-
-    def close(self) -> None:
-        self._selector.close()
-
-
 def open_listener(address: str, port: int) -> socket.socket:
     """Opens a listening socket.  Raises: OSError."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -333,6 +281,20 @@ def open_listener(address: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def wait_for_any(
+    reading: Iterable[Connection | socket.socket],
+    seconds: float,
+    calling: Iterable[Connection] = (),
+) -> bool:
+    """Waits up to `seconds`; returns True once data has arrived or a call was answered."""
+    poll = select.poll()
+    for source in reading:
+        poll.register(source, select.POLLIN)
+    for call in calling:
+        poll.register(call, select.POLLOUT)
+    return bool(poll.poll(1000 * seconds))
 
 
 def read_text(message: Message, key: str, limit: int = 16_000) -> str:

@@ -7,9 +7,8 @@ ranks at once; in the end all exit with the same code and name the same culprit.
 
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 from ppdist.common.process import STOPPED, USER_ERROR, boot_seconds
@@ -17,10 +16,9 @@ from ppdist.common.signals import INTERRUPTED
 from ppdist.launch.connection import (
     Connection,
     Message,
-    Poller,
     read_integer,
     read_text,
-    send_to_all,
+    wait_for_any,
 )
 from ppdist.launch.network import list_hosts
 from ppdist.launch.outcome import Outcome
@@ -31,7 +29,6 @@ _BEAT_SECONDS = 5.0
 _SILENCE_SECONDS = 60.0  # after which a host counts as lost; gloo's own limit, 30 s, comes first
 _NOTE_SECONDS = 10.0
 _CLOSE_SECONDS = 3.0
-_CONNECTION_LOST = "connection lost: its fleetrun was killed, or the host was switched off"
 _NO_CAUSE = (
     "Root cause unknown, every host lost a peer: a rank made no progress, or the network between "
     "the hosts broke (firewall, interface, cable); see the logs of all hosts, and ppdist doctor "
@@ -194,11 +191,9 @@ class ControlChannel:
         self._stopping = self._must_stop = self._signal_sent = False
         self._reports: dict[str, HostEnd] = {}  # on the first host: reports of all hosts that ended
         self._verdict: HostEnd | None = None
-        self._beat = self._checked = 0.0
-        self._poller = Poller()
-        for host, peer in self._peers.items():
+        self._beat = 0.0
+        for peer in self._peers.values():
             peer.heard = time.monotonic()
-            self._poller.add(peer, partial(self._receive, host))
 
     def watch(self, received: Sequence[int]) -> bool:
         """Sends and receives without blocking; True once this host must stop.
@@ -216,36 +211,25 @@ class ControlChannel:
             )
         if self._hub is not None:
             self._hub.watch()
-        self._poller.run(0.0)
-        now = time.monotonic()
-        if now - self._checked >= _POLL_SECONDS:
-            self._checked = now
-            self._check_peers(now)
-        if now - self._beat > _BEAT_SECONDS:
-            self._beat = now
-            self._tell({"type": "beat"})
-        return self._must_stop
-
-    def _receive(self, host: str) -> None:
-        peer = self._peers[host]
-        for message in peer.receive():
-            self._handle_message(host, message)
-        if peer.closed is not None:
-            self._mark_lost(host, _CONNECTION_LOST)
-
-    def _check_peers(self, now: float) -> None:
-        """Sends what is queued, and notices the hosts that are silent or closed."""
         for host, peer in self._peers.items():
-            peer.flush()
+            for message in peer.receive():
+                self._handle_message(host, message)
+            silent = time.monotonic() - peer.heard
             if peer.closed is not None:
-                self._mark_lost(host, _CONNECTION_LOST)
-            elif now - peer.heard > self._silence:
+                self._mark_lost(
+                    host, "connection lost: its fleetrun was killed, or the host was switched off"
+                )
+            elif silent > self._silence:
                 self._mark_lost(
                     host,
                     f"no heartbeat for {self._silence:.0f} s: it is switched off or suspended, "
                     "or the network between the hosts is down or loses long packets (MTU: "
                     f"`ping -M do -s 1472 {host}` must pass both ways)",
                 )
+        if time.monotonic() - self._beat > _BEAT_SECONDS:
+            self._beat = time.monotonic()
+            self._tell({"type": "beat"})
+        return self._must_stop
 
     def take_in(self, saved_step: Callable[[], int]) -> None:
         """Ends the world after a checkpoint if hosts ask to join.
@@ -301,7 +285,7 @@ class ControlChannel:
             if not is_noted and time.monotonic() - begin > _NOTE_SECONDS:
                 is_noted = True
                 self._say("the ranks of this host have ended; waiting for other hosts")
-            self._poller.run(_POLL_SECONDS)
+            self._wait_for_peers()
         decisive = self._verdict
         if self._is_first:
             self._tell_verdict(decisive)
@@ -344,10 +328,9 @@ class ControlChannel:
         return replace(decisive, stopped=False, goes_on=True)
 
     def _tell_verdict(self, decisive: HostEnd) -> None:
-        turned_away = self._peers.keys() & set(self._turned_away)
-        for hosts in filter(None, (turned_away, self._peers.keys() - turned_away)):
-            message = self._verdict_for(next(iter(hosts)), decisive).as_message("verdict")
-            send_to_all(self._open_peers(hosts), message)
+        for host, peer in self._peers.items():
+            if peer.closed is None:
+                peer.send(self._verdict_for(host, decisive).as_message("verdict"))
 
     def _verdict_for(self, host: str, decisive: HostEnd) -> HostEnd:
         """Adapts the verdict to a host: a host that is turned away leaves, and the others go on."""
@@ -441,26 +424,26 @@ class ControlChannel:
         if self._is_first:
             self._tell(stop, but=sender)
 
-    def _tell(self, message: Message, but: str = "") -> None:
-        send_to_all(self._open_peers(host for host in self._peers if host != but), message)
+    def _wait_for_peers(self) -> None:
+        open_peers = [peer for peer in self._peers.values() if peer.closed is None]
+        wait_for_any(open_peers, _POLL_SECONDS)
 
-    def _open_peers(self, hosts: Iterable[str]) -> list[Connection]:
-        return [self._peers[host] for host in hosts if self._peers[host].closed is None]
+    def _tell(self, message: Message, but: str = "") -> None:
+        for host, peer in self._peers.items():
+            if host != but and peer.closed is None:
+                peer.send(message)
 
     def close(self) -> None:
         """Closes all connections; the first host does so last, so that its messages arrive."""
         deadline = time.monotonic() + _CLOSE_SECONDS
-        for peer in self._peers.values():
-            self._poller.add(peer, peer.receive)
         while self._is_first and time.monotonic() < deadline:
+            for peer in self._peers.values():
+                peer.receive()
             if all(peer.closed for peer in self._peers.values()):
                 break
-            for peer in self._peers.values():
-                peer.flush()
-            self._poller.run(_POLL_SECONDS)
+            self._wait_for_peers()
         for peer in self._peers.values():
             peer.close()
-        self._poller.close()
         if self._hub is not None:
             self._hub.end_world(self._lost, self._left, self._turned_away)
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,7 +29,7 @@ from ppdist.common.job import CHANGE_NOTE, EXIT_DIR_VARIABLE, RUN_NOTE
 from ppdist.common.machine import is_alive
 from ppdist.common.process import STOPPED, boot_seconds
 from ppdist.launch import paddle_launcher, worker
-from ppdist.launch.connection import Poller
+from ppdist.launch.connection import wait_for_any
 from ppdist.launch.console import say, say_end
 from ppdist.launch.control_channel import ControlChannel
 from ppdist.launch.options import Options
@@ -155,18 +154,19 @@ class _Job:
         with terminal, self._attempt.launcher_log.open("wb") as output:
             terminal.bind(str(self._folder / "terminal"))
             terminal.listen()
-            poller = Poller()
-            poller.add(terminal, partial(_send_terminal, terminal))
             try:
                 self._start_processes(output)
                 # A list, not a generator: `_check_processes` reads the exit code of every process.
                 while any([process.poll() is None for process in self._processes]):
-                    poller.run(_POLL_SECONDS)
+                    # A worker asks for the terminal itself, see `worker.open_streams`.
+                    if wait_for_any([terminal], _POLL_SECONDS):
+                        connection, _ = terminal.accept()
+                        with connection:
+                            socket.send_fds(connection, [b"t"], [1, 2])
                     self._poll()
                 self._check_processes()
             finally:
                 self._kill_all()
-                poller.close()
         if self._verdict is not None:
             return self._verdict
         stopped = self._received[0] if self._received else None
@@ -316,13 +316,6 @@ class _Job:
         if unkillable:
             ids = ", ".join(str(pid) for pid in unkillable)
             say(f"processes {ids} were killed but do not exit: blocked by a disk or a driver")
-
-
-def _send_terminal(terminal: socket.socket) -> None:
-    """Sends fleetrun's terminal to a worker that asks for it, see `worker.open_streams`."""
-    connection, _ = terminal.accept()
-    with connection:
-        socket.send_fds(connection, [b"t"], [1, 2])
 
 
 def _read_saved_step(job_folder: Path) -> int:
