@@ -138,8 +138,7 @@ def _first_data(path: str, items: Sequence[str]) -> ExperimentConfig | None:
     The layout of data.root is not searched again: its images may be away, which ended the attempt.
     """
     config = load_config(path, items)
-    output_dir = config.output_dir or f"output/{Path(path).stem}"
-    folder = work_folder(output_dir) if is_remote(output_dir) else Path(output_dir)
+    _, folder = locate_run(config.output_dir or f"output/{Path(path).stem}")
     file = folder / "config.yml"
     if not file.is_file():
         return None
