@@ -23,6 +23,7 @@ MIN_HOSTS_VARIABLE = "PPDIST_MIN_HOSTS"
 RUN_NOTE = "run.json"  # in the folder of a job: notes of one attempt for the next
 CHANGE_NOTE = "change.json"  # also there: this attempt is stopped because hosts leave or join
 DIGESTS_NOTE = "digests.json"  # as well: digests of what rank 0 trains with (engine/digests.py)
+LAYOUT_NOTE = "layout.json"  # as well: the layout of DATA, as the first attempt found it
 # Keys that may differ between the hosts of a run: they say where files lie, not what is computed.
 PER_HOST_KEYS = (
     "output_dir",  # only rank 0 writes

@@ -9,20 +9,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from ppdist.common import process
 from ppdist.common.addresses import absolute, is_remote, work_folder
 from ppdist.common.child import begin_in_child
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.eta import PLOTTING
-from ppdist.common.job import hosts_change, launched_rank
+from ppdist.common.job import LAYOUT_NOTE, hosts_change, launched_rank, read_note, write_note
 from ppdist.common.json_lines import choose_format
 from ppdist.common.records import commands, next_commands
 from ppdist.common.run_log import RunLog
 from ppdist.config.experiment import ExperimentConfig, apply_overrides, load_config
 from ppdist.config.parse import parse_config
 from ppdist.config.plugins import TRUST_VARIABLE
+from ppdist.config.section import Task
 from ppdist.data.datasets.build import read_split
-from ppdist.data.datasets.layout import find_layout
+from ppdist.data.datasets.layout import Layout, find_layout
 from ppdist.data.types import DetectionSet, Split
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.build import (
@@ -120,10 +123,8 @@ def plan_training(
             "RUN is the output_dir of a training; steps likewise",
         )
     if data is not None:
-        task = read_task(options)
-        if options.weights is not None and not is_name(options.weights):
-            require_there(Path(options.weights))  # before all labels are read
-        recipe = fit_recipe(find_layout(str(data), task), options, overrides, comm.world_size())
+        layout = _layout_of_job(str(data), read_task(options), options.weights)
+        recipe = fit_recipe(layout, options, overrides, comm.world_size())
         return TrainingPlan(recipe.config, resume, recipe)
     option_items = [*options.items(), *overrides]
     if isinstance(config, ExperimentConfig):
@@ -147,6 +148,24 @@ def _first_data(path: str, items: Sequence[str]) -> ExperimentConfig | None:
         return None
     model = config.model.model_copy(update={"num_classes": stored.model.num_classes})
     return config.model_copy(update={"data": stored.data, "model": model})
+
+
+def _layout_of_job(source: str, task: Task, weights: str | None) -> Layout:
+    """Returns the layout of data, as the first attempt of this job found it on this host.
+
+    As for `_first_data`: images may be away now, so that other files would be taken for the set.
+    """
+    begun = [source, os.path.abspath(source), task]
+    note = read_note(LAYOUT_NOTE)
+    if note is not None and note["of"] == begun:
+        return TypeAdapter(Layout).validate_python(note["layout"])
+    if weights is not None and not is_name(weights):
+        require_there(Path(weights))  # before all labels are read
+    layout = find_layout(source, task)
+    with suppress(OSError):  # a restart then looks again
+        content = TypeAdapter(Layout).dump_python(layout, mode="json")
+        write_note(LAYOUT_NOTE, {"of": begun, "layout": content})
+    return layout
 
 
 def _without_stored_hook(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:

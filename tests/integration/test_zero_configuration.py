@@ -16,7 +16,8 @@ import yaml
 from ppdist import api
 from ppdist.cli import eval as cli_eval
 from ppdist.cli import train
-from ppdist.common.errors import ConfigError
+from ppdist.common.errors import ConfigError, DataError
+from ppdist.common.job import JOB_DIR_VARIABLE
 from ppdist.config.data import DataConfig
 from ppdist.config.experiment import load_config
 from ppdist.config.parse import dump_yaml
@@ -346,6 +347,28 @@ def test_a_restart_reads_data_as_its_job_began_with(project, tmp_path, monkeypat
     out.mkdir()
     (out / "config.yml").write_text(dump_yaml(begun), encoding="utf-8")
     assert plan() == begun
+
+
+@pytest.mark.parametrize("kind", ["yaml", "coco"])
+def test_a_restart_keeps_the_layout_of_its_data(project, tmp_path, monkeypatch, kind):
+    """What is away is waited for later, by the check of files; nothing else is trained on."""
+    data = shutil.copytree(project / kind, tmp_path / "set")
+    job = tmp_path / "job"
+    job.mkdir()
+    monkeypatch.setenv(JOB_DIR_VARIABLE, str(job))
+
+    def plan(model="yolov5n"):
+        options = TrainOptions(model=model)
+        return plan_training(data=data, config=None, options=options, overrides=())
+
+    begun = plan()
+    data.rename(tmp_path / "away")
+    assert plan() == begun
+    with pytest.raises(DataError):  # folders of classes would be another set
+        plan("yolov5s_cls")
+    monkeypatch.delenv(JOB_DIR_VARIABLE)  # another job
+    with raises("data_not_found", "set"):
+        plan()
 
 
 def test_evaluations_find_the_layout_of_another_root_as_training_does(project, monkeypatch):
