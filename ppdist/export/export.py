@@ -11,6 +11,7 @@ of a data set, by the COCO mAP of the model and of its files on the same images.
 """
 
 import copy
+import json
 import logging
 import os
 import shutil
@@ -708,7 +709,7 @@ def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None
     Args: outputs: names of the file's outputs.
     Raises: ExportError: the converter rejects the graph or crashes, or the disk is full.
     """
-    program, weights = (str(directory / name) for name in ("model.json", "model.pdiparams"))
+    weights = str(directory / "model.pdiparams")
     need, free = 2 * os.path.getsize(weights), shutil.disk_usage(file.parent).free
     if free < need:
         raise ExportError(
@@ -717,11 +718,12 @@ def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None
             code="disk_full",
             fix="make room or choose another --out",
         )
-    command = python(_CONVERT, program, weights, str(file), str(ONNX_OPSET))
     # The conversion runs on the CPU and should not occupy a GPU.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
+        log, program = Path(folder) / "log", Path(folder) / "model.json"
+        program.write_bytes(program_for_converter((directory / "model.json").read_bytes()))
+        command = python(_CONVERT, str(program), weights, str(file), str(ONNX_OPSET))
         code = run_command(command, log, CONVERSION_SECONDS, environment=environment)
         output = log.read_text(encoding="utf-8", errors="replace")
     if code is None:
@@ -736,6 +738,28 @@ def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None
             fix="leave onnx out of --format",
         )
     _simplify(file, outputs)
+
+
+def program_for_converter(program: bytes) -> bytes:
+    """Rewrites a saved program so that paddle2onnx reads every setting of its operators.
+
+    Paddle 3.3 stores the value of a padding, the slope of a leaky ReLU and the epsilon of a group
+    norm as doubles.  paddle2onnx 2.1 expects floats there, and takes whatever the memory holds for
+    a double, another number at each conversion.
+    """
+
+    def use_floats(operator: dict[str, Any]) -> dict[str, Any]:
+        attributes = operator.get("A")
+        if isinstance(attributes, list) and operator.get("#") not in _READ_AS_DOUBLES:
+            for attribute in attributes:
+                if isinstance(attribute, dict) and attribute["AT"]["#"] == "0.a_f64":
+                    attribute["AT"]["#"] = "0.a_f32"
+        return operator
+
+    return json.dumps(json.loads(program, object_hook=use_floats)).encode()
+
+
+_READ_AS_DOUBLES = ("1.full",)  # operators whose double paddle2onnx reads as such
 
 
 def _find_reason(output: str) -> str:

@@ -1,11 +1,14 @@
 """The model as it is exported: fewer operations, the same outputs."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
+import paddle.nn.functional as F
 import pytest
 from paddle import nn
 
@@ -14,12 +17,16 @@ from ppdist.config.runtime import RuntimeOptions
 from ppdist.distributed.paddle_api import set_momentum
 from ppdist.export.export import (
     RawModel,
+    convert_to_onnx,
     deployment_copy,
     export_model,
     fuse_for_deployment,
+    program_for_converter,
+    save_graph,
 )
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor
 from ppdist.export.spec import read_spec
+from ppdist.export.verify import load_onnx
 from ppdist.models.base import ImageModel
 from ppdist.models.model_card import normalisation_of
 from ppdist.models.ppyoloe import PPYOLOE
@@ -105,3 +112,51 @@ def test_normalised_pixel_export_keeps_eager_boxes(tmp_path: Path) -> None:
     exported = ExportedPredictor(tmp_path / "model", RuntimeOptions())
     eager = EagerPredictor(deployment_copy(model), NMS)
     assert_same_boxes(exported(pictures(2)), eager(pictures(2)))
+
+
+class Doubles(nn.Layer):
+    """Operators whose settings Paddle saves as doubles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(1, 3, epsilon=0.5)
+        self.scale = self.create_parameter([1], default_initializer=nn.initializer.Constant(0.02))
+
+    @paddle.jit.not_to_static
+    def forward(self, images: paddle.Tensor) -> paddle.Tensor:
+        x = F.pad(F.leaky_relu(images * self.scale - 2, 0.3), [0, 1, 0, 1], value=0.7)
+        return self.norm(x) * paddle.full([1], 0.25)
+
+
+@pytest.fixture
+def saved_doubles(tmp_path: Path) -> Path:
+    save_graph(Doubles(), tmp_path, tiny_spec().input)
+    return tmp_path
+
+
+def test_settings_are_floats_where_the_converter_reads_floats(saved_doubles: Path) -> None:
+    saved = (saved_doubles / "model.json").read_bytes()
+    doubles: list[tuple[str, str]] = []
+
+    def list_doubles(node: dict[str, Any]) -> dict[str, Any]:
+        for attribute in node.get("A", ()):
+            if isinstance(attribute, dict) and attribute["AT"]["#"] == "0.a_f64":
+                doubles.append((node["#"].partition(".")[2], attribute["N"]))
+        return node
+
+    json.loads(program_for_converter(saved), object_hook=list_doubles)
+    assert {*doubles} == {("full", "value")}
+
+
+@pytest.mark.slow
+def test_memory_of_the_converter_is_not_in_its_graph(
+    saved_doubles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is filled with another byte than 0, which it mostly is."""
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.perturb=77")
+    file = saved_doubles / "model.onnx"
+    convert_to_onnx(saved_doubles, file, ("sums",))
+    model, images = Doubles(), pictures(1)
+    expected = model(paddle.to_tensor(images)).numpy()
+    (graph,) = load_onnx(file).values()
+    np.testing.assert_allclose(graph(images)[0], expected, atol=1e-5)

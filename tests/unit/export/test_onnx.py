@@ -378,6 +378,7 @@ def test_a_converter_that_fails_is_an_error(
 ) -> None:
     monkeypatch.setattr(export_graph, "_CONVERT", converter_does)
     (tmp_path / "model.pdiparams").write_bytes(b"weights")
+    (tmp_path / "model.json").write_bytes(b"{}")
     if "sleep" in converter_does:
         monkeypatch.setattr(export_graph, "CONVERSION_SECONDS", 2)
     with pytest.raises(ExportError, match=message) as error:
