@@ -5,6 +5,7 @@ tests/forked (here, or as a process), tiny runs configured by tests/project.writ
 """
 
 import gc
+import inspect
 import re
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from ppdist.common.signals import STOP_SIGNALS
 from tests.distributed import RETRIED
+from tests.forked import fork_from_here
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +36,7 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    fork_from_here()
     gc.enable()
 
 
@@ -53,6 +56,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
     return bool(_ALL_SLOW.search(collection_path.read_text(encoding="utf-8"))) or None
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list | None:
+    """Of a slow function no test is made where none is asked for."""
+    if collector.config.option.markexpr != "not slow" or not inspect.isfunction(obj):
+        return None
+    marks = getattr(obj, "pytestmark", ())
+    return [] if any(mark.name == "slow" for mark in marks) else None
 
 
 @pytest.fixture(autouse=True)

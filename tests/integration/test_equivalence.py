@@ -61,6 +61,7 @@ TRAINED = {
     "yolov5_cls": ("yolov5_cls", 2.0, []),
     "dfine": ("dfine", 5.0, []),
     "queries": ("queries", 20.0, []),  # of another package: it learns from targets in its forward
+    "blobs": ("blobs", 0.5, []),  # of another package, too; the fastest: how a step is shared
 }
 # Rates: with frozen statistics, which amplify no rounding, and with others, where weights moved by
 # 1e-7 at the start have to leave the losses of all steps within the tolerance.
@@ -73,6 +74,7 @@ RATES = {
     "yolov5_cls": (0.003, 0.0005),
     "dfine": (0.00002, 0.000002),
     "queries": (0.003, 0.003),
+    "blobs": (0.02, 0.002),
 }
 # What is set beside.  Local SGD that averages each step is the step itself where updates are linear
 # in gradients that are not clipped; its norm is another, the mean over ranks.  bfloat16 of ranks
@@ -234,12 +236,12 @@ DEFAULT = [
     Case("ppyoloe", 2, 2, "frozen", steps=6),
     # Three micro-batches for two ranks, of which the second is faster; in the last step there is
     # one image.
-    Case("yolov5", 2, 2, "own", total=6, images=25, steps=5, speeds=(1.0, 2.0)),
+    Case("blobs", 2, 2, "own", total=6, images=25, steps=5, speeds=(1.0, 2.0)),
     # Two micro-batches of three images, of which one rank has two.  Each step sums 100 statistics
     # over gloo four times, so there are few.
     Case("ppyoloe", 2, 4, "all", images=6, steps=4),
     # One rank has no image in the last of them: synchronised statistics must not see its blank one.
-    Case("yolov5", 2, 8, "all", images=25, steps=4),
+    Case("blobs", 2, 8, "all", images=25, steps=4),
 ]
 SLOW = [
     Case("ppyoloe with an auxiliary head", 2, 4, "frozen"),
@@ -271,6 +273,8 @@ SLOW = [
     *(Case(trained, 2, 4, "frozen", images=25, steps=5, beside="a teacher") for trained in TAUGHT),
     Case("yolov5", 2, 2, "own", total=6, steps=5, beside="a teacher"),
     Case("yolov5", 2, 2, "own", total=6, images=25, steps=5),
+    Case("yolov5", 2, 2, "own", total=6, images=25, steps=5, speeds=(1.0, 2.0)),
+    Case("yolov5", 2, 8, "all", images=25, steps=4),
     Case("ppyoloe", 3, 1, "frozen", steps=6, speeds=(1.0, 4.0, 2.0)),
     Case("yolov5", 3, 8, "all", steps=6, speeds=(3.0, 1.0, 1.0)),
 ]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import minimize_scalar, nnls
 
 from ppdist.common.errors import ConfigError
 from ppdist.lab.planner.model import Link, slowest_of
@@ -69,6 +68,8 @@ def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None
     given_parameters = {"jitter": jitter, "parallel": parallel}
     names = tuple(name for name in identifiable(rows) if given_parameters.get(name) is None)
     if "jitter" in names:
+        from scipy.optimize import minimize_scalar  # slow to import; only a fit needs it
+
         # Every parameter but the jitter is linear, so only the jitter needs a search.
         jitter = minimize_scalar(
             lambda candidate: _fit_linear(rows, seconds, names, candidate)[1],
@@ -101,6 +102,8 @@ def _fit_linear(
     """Fits the linear parameters by name at a given jitter, none below 0, in seconds; returns them
     and the relative error.
     """
+    from scipy.optimize import nnls
+
     columns = {
         "fixed": [1 + jitter * slowest_of(row.cards) for row in rows],
         "image": [row.batch * (1 + jitter * slowest_of(row.cards)) for row in rows],

@@ -167,7 +167,7 @@ def set_up(config_file: Path, *more: str):
     return load_config(config_file, ["log.visualdl=false", "train.accumulate_steps=2", *more])
 
 
-UNCLIPPED = f"train.max_steps={STEPS}", "train.clip_norm=null"
+UNCLIPPED = f"train.max_steps={STEPS}", "train.clip_norm=null", "train.cpu_kernels=plain"
 
 
 class Right(NamedTuple):
