@@ -136,14 +136,16 @@ def scene(
         if box is None:
             continue
         label = int(rng.integers(len(CLASS_NAMES)))
-        outline = _draw_outline(label, box, rng)
+        outline_K2 = np.rint(_draw_outline(label, box, rng)).astype(np.int32)
+        (left, top), (right, bottom) = outline_K2.min(0), outline_K2.max(0) + 1
+        part = slice(top, bottom), slice(left, right)
         mask_HW = np.zeros((size, size), np.uint8)
-        cv2.fillPoly(mask_HW, [np.rint(outline).astype(np.int32)], 255)
-        background = image_HW3[mask_HW > 0].mean(0)
-        shape_HW3 = _draw_texture(size, _draw_colour(rng, background), rng)
-        image_HW3[mask_HW > 0] = shape_HW3[mask_HW > 0]
-        ys, xs = np.nonzero(mask_HW)
-        boxes.append(np.array([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1], np.float64))
+        cv2.fillPoly(mask_HW, [outline_K2], 255)
+        inside_hw, image_hw3 = mask_HW[part] > 0, image_HW3[part]
+        background = image_hw3[inside_hw].mean(0)
+        shape_hw3 = _draw_texture(size, _draw_colour(rng, background), rng, part)
+        image_hw3[inside_hw] = shape_hw3[inside_hw]
+        boxes.append(np.array([left, top, right, bottom], np.float64))
         labels.append(label)
     return image_HW3, np.stack(boxes), np.array(labels, np.int64)
 
@@ -156,15 +158,26 @@ def _draw_colour(rng: np.random.Generator, background: np.ndarray | None = None)
             return colour
 
 
-def _draw_texture(size: int, colour: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draws a noisy plane of a colour: coarse clouds, stripes and fine grain."""
+def _draw_texture(
+    size: int,
+    colour: np.ndarray,
+    rng: np.random.Generator,
+    part: tuple[slice, slice] = (slice(None), slice(None)),
+) -> np.ndarray:
+    """Draws a noisy plane of a colour: coarse clouds, stripes and fine grain.
+
+    Args: part: rows and columns of the plane that are wanted; the random numbers are those of all.
+    Returns: uint8 [h, w, 3].
+    """
     clouds = cv2.resize(rng.normal(0, 14, (8, 8, 3)), (size, size), interpolation=cv2.INTER_CUBIC)
     angle, period = rng.uniform(0, np.pi), rng.uniform(5, 20)
-    y_HW, x_HW = np.mgrid[:size, :size]
-    stripes_HW = np.sin((np.cos(angle) * x_HW + np.sin(angle) * y_HW) * 2 * np.pi / period)
-    grain = rng.normal(0, 6, (size, size, 1))
-    plane = colour + clouds + rng.uniform(0, 18) * stripes_HW[..., None] + grain
-    return plane.clip(0, 255).astype(np.uint8)
+    y_h1, x_w = np.arange(size)[part[0], None], np.arange(size)[part[1]]
+    stripes_hw = np.sin((np.cos(angle) * x_w + np.sin(angle) * y_h1) * 2 * np.pi / period)
+    grain = rng.normal(0, 6, (size, size, 1))[part]
+    plane = colour + clouds[part]
+    plane += rng.uniform(0, 18) * stripes_hw[..., None]
+    plane += grain
+    return plane.clip(0, 255, out=plane).astype(np.uint8)
 
 
 def _find_free_square(
