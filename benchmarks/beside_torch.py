@@ -221,17 +221,21 @@ def _inputs_of_torch(model: Any, images_B3HW: Any, targets: Any = None) -> dict[
         return arrays
     import paddle
 
+    from ppdist.models.attention import HIDDEN
     from ppdist.models.denoising import attention_bias
 
     height, width = images_B3HW.shape[2:]
     noisy = model.decoder.denoising(targets, paddle.to_tensor([width, height] * 2, "float32"))
     cells = sum(height // stride * (width // stride) for stride in model.decoder.strides)
-    bias_BHQQ = attention_bias(noisy.group_BD, min(model.decoder.queries, cells))
+    bias_B1DN = attention_bias(noisy.group_BD, min(model.decoder.queries, cells)).numpy()
+    batch, _, slots, tokens = bias_B1DN.shape
+    bias_B1NN = np.zeros([batch, 1, tokens, tokens], "float32")
+    bias_B1NN[:, :, :slots], bias_B1NN[:, :, slots:, :slots] = bias_B1DN, HIDDEN
     return arrays | {
         "noisy_labels_BD": noisy.labels_BD.numpy(),
         "noisy_boxes_BD4": noisy.boxes_BD4.numpy(),
         "noisy_used_BD": noisy.used_BD.numpy(),
-        "bias": bias_BHQQ.numpy()[:, :1],  # all heads have the same
+        "bias": bias_B1NN,
     }
 
 

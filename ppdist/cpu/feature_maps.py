@@ -13,6 +13,7 @@ two tensors and the gradients of concatenation, pooling and mean. It does sum gr
 but element by element, so `share` passes a map to several layers.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -22,6 +23,7 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from ppdist.cpu import onednn, precision
+from ppdist.distributed import paddle_api
 from ppdist.models import functional
 from ppdist.models.functional import ACTIVATIONS
 
@@ -182,6 +184,21 @@ class _ApplyMapKernel(PyLayer):
         return ctx.kernel.gradient(contiguous(dy, ctx.kernel.y.dtype), *ctx.saved)
 
 
+class _Softmax(PyLayer):
+    """Softmax of rows, or its logarithm."""
+
+    @staticmethod
+    def forward(ctx, x, kernel):
+        (y,) = kernel.forward(contiguous(x), into=paddle_api.allocate(x.shape, x.dtype))
+        ctx.y, ctx.kernel = y, kernel
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx = paddle_api.allocate(ctx.y.shape, ctx.y.dtype)
+        return ctx.kernel.gradient(ctx.y, contiguous(dy), into=dx)[0]
+
+
 class _Affine(PyLayer):
     """scale * x + bias of a map with two numbers, which are the same for all channels."""
 
@@ -197,7 +214,7 @@ class _Affine(PyLayer):
     def backward(ctx, dy):
         kernel, x, scale_C = ctx.saved
         dx, *sums_C = kernel.gradient(x, scale_C, contiguous(dy, dtype_of(x)))
-        gradients = dx, *(sum_C.sum().reshape([1]) for sum_C in sums_C)
+        gradients = dx, *(sum_C.sum(axis=0, keepdim=True) for sum_C in sums_C)
         return tuple(g if need else None for g, need in zip(gradients, ctx.needs, strict=True))
 
 
@@ -340,6 +357,14 @@ def _affine(operator: _Operator, x: Tensor, scale_1: Tensor, bias_1: Tensor) -> 
     return _Affine.apply(x, scale_1, bias_1, _kernels_for(x).get("ChannelAffine", layout_of(x)))
 
 
+def _softmax(is_log: bool, operator: _Operator, x: Tensor) -> Tensor:
+    """Computes the softmax of float32 rows in oneDNN; Paddle takes ten times as long."""
+    if not paddle.in_dynamic_mode() or dtype_of(x) != "float32" or 0 in x.shape:
+        return operator(x)
+    rows = math.prod(x.shape[:-1]), x.shape[-1]
+    return _Softmax.apply(x, precision.FLOAT32.get("Softmax", rows, is_log))
+
+
 def _upsample2x(operator: _Operator, x: Tensor) -> Tensor:
     """Upsamples a map of oneDNN's layout in oneDNN."""
     if x.ndim == 4:
@@ -373,6 +398,8 @@ _KERNELS: dict[_Operator, _Operator] = {
     functional.max_pool2d: _max_pool2d,
     functional.pad: _pad,
     functional.affine: _affine,
+    functional.softmax: partial(_softmax, False),
+    functional.log_softmax: partial(_softmax, True),
     functional.upsample2x: _upsample2x,
     functional.spatial_mean: _spatial_mean,
     functional.scale_channels: _scale_channels,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 from paddle import Tensor, nn
 from paddle.autograd import PyLayer
@@ -19,8 +20,9 @@ from paddle.autograd import PyLayer
 from ppdist.cpu import onednn, precision
 from ppdist.cpu.feature_maps import contiguous, dtype_of, layout_of, to_plain
 from ppdist.cpu.precision import Kernels
+from ppdist.cpu.sampling import Points, SampledImage, array_of
 from ppdist.distributed import paddle_api
-from ppdist.models.attention import HEADS, MultiHeadAttention
+from ppdist.models.attention import HEADS, Memory, MSDeformableAttention, MultiHeadAttention
 from ppdist.models.layers import ConvBNLayer, RepConv
 
 
@@ -172,19 +174,18 @@ class _Attend(PyLayer):
     """Attention of all heads."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, kernel):
-        ctx.needs = _need_gradients(q, k, v, bias)
-        q, k, v = (contiguous(x) for x in (q, k, v))
-        y, shares = kernel.forward(q, k, v, bias)
-        ctx.saved = kernel, q, k, v, shares
+    def forward(ctx, pairs, values, bias, kernel):
+        ctx.needs = _need_gradients(pairs, values, bias)
+        pairs, values = contiguous(pairs), contiguous(values)
+        y, shares = kernel.forward(pairs, values, None if bias is None else contiguous(bias))
+        ctx.saved = kernel, pairs, values, shares
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        kernel, *inputs = ctx.saved
-        return _select_needed(
-            (*kernel.gradient(*inputs, contiguous(dy)), None)[: len(ctx.needs)], ctx.needs
-        )
+        kernel, *saved = ctx.saved
+        gradients = (*kernel.gradient(*saved, contiguous(dy)), None)
+        return _select_needed(gradients[: len(ctx.needs)], ctx.needs)
 
 
 class OneDNNMultiHeadAttention(MultiHeadAttention):
@@ -194,17 +195,67 @@ class OneDNNMultiHeadAttention(MultiHeadAttention):
         y = _linear(x_BND, weight, bias)
         return super().project(x_BND, weight, bias) if y is None else y
 
-    def attend(
-        self, queries_BND: Tensor, keys_BND: Tensor, values_BND: Tensor, bias_BHNN: Tensor | None
-    ) -> Tensor:
-        inputs, kernel = (queries_BND, keys_BND, values_BND), None
-        is_learned = bias_BHNN is not None and not bias_BHNN.stop_gradient
-        is_float32 = all(dtype_of(x) == "float32" for x in inputs)
-        if not is_learned and is_float32 and 0 not in inputs[0].shape:
-            kernel = precision.FLOAT32.find("Attention", tuple(queries_BND.shape), HEADS)
+    def attend(self, pairs_BNX: Tensor, values_BND: Tensor, bias_B1MN: Tensor | None) -> Tensor:
+        inputs, kernel = (pairs_BNX, values_BND, bias_B1MN), None
+        is_learned = bias_B1MN is not None and not bias_B1MN.stop_gradient
+        is_float32 = all(x is None or dtype_of(x) == "float32" for x in inputs)
+        if not is_learned and is_float32 and 0 not in values_BND.shape:
+            biased = 0 if bias_B1MN is None else bias_B1MN.shape[2]
+            kernel = precision.FLOAT32.find("Attention", tuple(values_BND.shape), HEADS, biased)
         if kernel is None:
-            return super().attend(*inputs, bias_BHNN)
-        return _Attend.apply(*inputs, bias_BHNN, kernel)
+            return super().attend(*inputs)
+        return _Attend.apply(*inputs, kernel)
+
+
+class _Sample(PyLayer):
+    """Weighted samples of feature maps."""
+
+    @staticmethod
+    def forward(ctx, cells, offsets, weights, boxes, points):
+        ctx.needs = _need_gradients(cells, offsets, weights)
+        inputs = [contiguous(x) for x in (cells, offsets, weights, boxes)]
+        batch, queries = inputs[1].shape[:2]
+        ctx.inputs = inputs  # their memory is read again
+        cells_BLX, offsets_BQX, weights_BQHP, boxes_BQ4 = map(array_of, inputs)
+        offsets_BQZ2 = offsets_BQX.reshape(batch, queries, -1, 2)
+        weights_BQZ = weights_BQHP.reshape(batch, queries, -1)
+        ctx.images = [
+            SampledImage(*arrays, points)
+            for arrays in zip(cells_BLX, offsets_BQZ2, weights_BQZ, boxes_BQ4, strict=True)
+        ]
+        y = paddle_api.allocate([batch, queries, cells_BLX.shape[2]], paddle.float32)
+        for image, y_QX in zip(ctx.images, array_of(y), strict=True):
+            y_QX[:] = image.sums().reshape(y_QX.shape)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        gradients = [paddle_api.allocate(x.shape, paddle.float32) for x in ctx.inputs[:3]]
+        arrays, dy = [array_of(gradient) for gradient in gradients], contiguous(dy)
+        for number, image in enumerate(ctx.images):
+            dy_XD = array_of(dy)[number].reshape(-1, image.cells_ND.shape[1])
+            for array, gradient in zip(arrays, image.gradient(dy_XD), strict=True):
+                array[number] = gradient.reshape(array.shape[1:])
+        return _select_needed(gradients, ctx.needs)
+
+
+class SparseMSDeformableAttention(MSDeformableAttention):
+    """MSDeformableAttention whose samples are sparse products (sampling.py)."""
+
+    def sample_offsets(
+        self, memory: Memory, offsets_BQX: Tensor, weights_BQHP: Tensor, boxes_BQ4: Tensor
+    ) -> Tensor:
+        inputs = (memory.cells_BLD, offsets_BQX, weights_BQHP, boxes_BQ4)
+        is_float32 = all(dtype_of(x) == "float32" for x in inputs)
+        if not is_float32 or not boxes_BQ4.stop_gradient or not paddle.in_dynamic_mode():
+            return super().sample_offsets(memory, offsets_BQX, weights_BQHP, boxes_BQ4)
+        points = Points(
+            np.tile(memory.size_P2.numpy(), [HEADS, 1]),
+            np.tile(memory.start_P.numpy().astype(np.int32), HEADS),
+            np.array(self.reach[::2], np.float32),
+            HEADS,
+        )
+        return _Sample.apply(*inputs, points)
 
 
 class _Branch:

@@ -18,7 +18,8 @@ through 3.x by its versioning policy; another major version is refused).
 """
 
 import ctypes
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from ctypes import byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from functools import cache
@@ -36,8 +37,11 @@ _CPU, _IN_ORDER, _ANY = 1, 1, 1
 _DATA_TYPES = {"float32": (3, 4), "bfloat16": (2, 2)}  # oneDNN's number, bytes
 _FORWARD_TRAINING, _FORWARD_INFERENCE, _BACKWARD = 64, 96, 128
 _CONVOLUTION_DIRECT, _POOLING_MAX, _POOLING_MEAN, _NEAREST = 0x1, 0x1FF, 0x3FF, 0x2FFF0
-_SOFTMAX = 0x30000
+_SOFTMAX, _LOG_SOFTMAX = 0x30000, 0x30001
+_LINEAR, _BINARY_ADD = 0x26, 0x1FFF0
+_POST_OPERATIONS = (1 << 15, 1 << 14)  # of oneDNN 3.6, and before it
 _TAGS = {8: (102, b"aBcd8b"), 16: (78, b"aBcd16b")}  # by channels of a block
+_DEPTHWISE_16 = 114  # of a depthwise convolution's weights, 16 channels in a block
 BLOCKS = (0, *_TAGS)  # for any number of channels that they divide
 # By the value of `model.activation`: eltwise algorithm, alpha, beta.
 #   relu: x where x > 0, else alpha x;  swish: x sigmoid(alpha x);
@@ -51,12 +55,22 @@ _ELTWISE = {
 _COMPILED = b"jit", b"brg"  # names of kernels that are compiled for this processor
 _GLOBAL_STATS, _SCALE, _SHIFT = 1, 2, 4
 # Queries of a primitive descriptor.
-_Q_IMPLEMENTATION = 8
+_Q_IMPLEMENTATION, _Q_EXECUTION = 8, 255
 _Q_SRC, _Q_DIFF_SRC, _Q_WEIGHTS, _Q_DIFF_WEIGHTS, _Q_DST, _Q_DIFF_DST, _Q_WORKSPACE = range(
     129, 136
 )
 # Execution arguments.
-_SRC, _DST, _WEIGHTS, _BIAS, _MEAN, _VARIANCE, _A_SCALE, _A_SHIFT = 1, 17, 33, 41, 49, 50, 51, 52
+_SRC, _SRC_1, _DST, _WEIGHTS, _BIAS, _MEAN, _VARIANCE, _A_SCALE, _A_SHIFT = (
+    1,
+    2,
+    17,
+    33,
+    41,
+    49,
+    50,
+    51,
+    52,
+)
 _D_SRC, _D_DST, _D_WEIGHTS, _D_BIAS, _D_SCALE, _D_SHIFT = 129, 145, 161, 169, 255, 256
 _WORKSPACE, _FIRST_OF_MANY = 64, 1024
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
@@ -102,7 +116,7 @@ class Library:
         self.c.dnnl_memory_set_data_handle.argtypes = [c_void_p, c_void_p]
         self.c.dnnl_fmt_tag2str.restype = c_char_p
         # A wrong number would silently select another layout, so the names are compared.
-        for tag, name in _TAGS.values():
+        for tag, name in (*_TAGS.values(), (_DEPTHWISE_16, b"Abcde16a")):
             if self.c.dnnl_fmt_tag2str(tag) != name:
                 raise OneDNNError(f"oneDNN's layout {tag} is not {name.decode()}")
         self.c.dnnl_primitive_execute.argtypes = [c_void_p, c_void_p, c_int, c_void_p]
@@ -264,17 +278,21 @@ class _Primitive:
 
         Args: into: buffer of the first output, which may be one of the inputs.
         """
-        lib = library()
         outputs = [] if into is None else [into]
         for shape, dtype in self.outputs[len(outputs) :]:
             outputs.append(paddle_api.allocate(shape, dtype))
-        for memory, tensor in zip(self.memories, (*inputs, *outputs), strict=True):
-            lib.c.dnnl_memory_set_data_handle(memory, tensor.data_ptr())
+        self.run(*(tensor.data_ptr() for tensor in (*inputs, *outputs)))
+        return outputs
+
+    def run(self, *addresses: int) -> None:
+        """Runs the kernel on inputs and outputs at the given addresses."""
+        lib = library()
+        for memory, address in zip(self.memories, addresses, strict=True):
+            lib.c.dnnl_memory_set_data_handle(memory, address)
         status = lib.c.dnnl_primitive_execute(
             self.handle, lib.stream, len(self.arguments), self.arguments
         )
         lib.check(status, "execute")
-        return outputs
 
 
 def _layout(
@@ -297,6 +315,13 @@ def _layout(
         if Descriptor(tagged, shape, dtype).equals(chosen):
             return layout(shape, shape[1], dtype)
     return chosen
+
+
+def _is_compiled(description: c_void_p) -> bool:
+    """Returns True if the kernel is compiled for this processor, and not a slow general one."""
+    name = c_char_p()
+    library().c.dnnl_primitive_desc_query(description, _Q_IMPLEMENTATION, 0, byref(name))
+    return (name.value or b"").startswith(_COMPILED)
 
 
 def _reorder(source: Descriptor, target: Descriptor) -> _Primitive:
@@ -441,15 +466,14 @@ class Convolution(_WeightedOperation):
         x = _layout(forward, _Q_SRC, x_shape, dtype)
         y = _layout(forward, _Q_DST, y_shape, dtype)
         # Try the layouts of the forward kernel first, which saves two reorders.
-        to_data, kernel_name = None, c_char_p()
+        to_data = None
         with suppress(OneDNNError):
             to_data = _describe(
                 "convolution_backward_data", direct, x.handle, w_any, y.handle, *window,
                 forward,
             )  # fmt: skip
-            library().c.dnnl_primitive_desc_query(to_data, _Q_IMPLEMENTATION, 0, byref(kernel_name))
         # Fall back to the layouts that the kernel prefers.
-        if to_data is None or not (kernel_name.value or b"").startswith(_COMPILED):
+        if to_data is None or not _is_compiled(to_data):
             to_data = _describe(
                 "convolution_backward_data", direct, x_any, w_any, y_any, *window, forward
             )
@@ -465,6 +489,64 @@ class Convolution(_WeightedOperation):
             (forward, to_data, to_weight), (x, y), outside, plain(grouped), w_shape,
             bias if has_bias else None,
         )  # fmt: skip
+        self._tap_products: _TapProducts | None = None
+        is_depthwise = tuple(w_shape[:2]) == (groups, 1) and x_shape[1] == groups
+        if is_depthwise and not has_bias and not _is_compiled(to_weight):
+            with suppress(OneDNNError):
+                self._tap_products = _TapProducts(x, y, w_shape, *window)
+
+    def weight_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Computes plain gradients of weight and bias; see the base class."""
+        if self._tap_products is None:
+            return super().weight_gradient(x, dy)
+        return self._tap_products(x, dy), None
+
+
+class _TapProducts:
+    """The gradient of a depthwise convolution's weight, itself a depthwise convolution.
+
+        dw[c, i, j] = sum over images and cells of x[c, v + i - pad, u + j - pad] dy[c, v, u]
+
+    dy is its weight, as large as the map, and all images are channels of one; neither changes its
+    place in memory. oneDNN's own kernel for windows of 5 x 5 takes 40 times as long.
+    """
+
+    def __init__(
+        self, x: Descriptor, y: Descriptor, w_shape: Sequence[int], strides: Any, gaps: Any,
+        low: Any, high: Any,
+    ) -> None:  # fmt: skip
+        """Creates the kernel.
+
+        Args: strides, gaps, low, high: of the convolution, `_dims` of [y, x].
+        Raises: OneDNNError: the maps have other layouts or sizes, or oneDNN has no such kernel.
+        """
+        block = 16
+        (batch, channels, height, width), window = y.shape, list(w_shape[2:])
+        if x.shape != y.shape or x.block != block or y.block != block or [*gaps[:2]] != [0, 0]:
+            raise OneDNNError("not a depthwise convolution that keeps the size of a blocked map")
+        groups, grouped = batch * channels, [channels, 1, 1, *window]
+        images = layout((1, groups, height, width), block, x.dtype)
+        weight_shape = [groups, 1, 1, height, width]
+        weight = Descriptor(_describe_tag(weight_shape, _DEPTHWISE_16, y.dtype), weight_shape)
+        taps = layout((1, groups, *window), block)
+        description = _describe(
+            "convolution_forward", _FORWARD_TRAINING, _CONVOLUTION_DIRECT, images.handle,
+            weight.handle, None, taps.handle, strides, gaps, low, high,
+        )  # fmt: skip
+        if not _is_compiled(description):
+            raise OneDNNError("not compiled")
+        self._products = _Primitive(
+            description, [(_SRC, images), (_WEIGHTS, weight)], [(_DST, taps)]
+        )
+        by_image = [batch, channels // block, *window, block]
+        self._by_image, self._w_shape = by_image, list(w_shape)
+        blocked = Descriptor(_describe_tag(grouped, _DEPTHWISE_16), grouped)
+        self._to_plain = Reorder(blocked, plain(grouped))
+
+    def __call__(self, x: Tensor, dy: Tensor) -> Tensor:
+        """Returns the plain gradient of x and dy, buffers of the convolution."""
+        taps = self._products(x, dy)[0].reshape(self._by_image)
+        return self._to_plain(taps.sum(axis=0)).reshape(self._w_shape)
 
 
 class Linear(_WeightedOperation):
@@ -597,66 +679,184 @@ class LayerNorm:
         )
 
 
-class Attention:
-    """Attention, softmax(q k^T + bias) v by head: float32 [B, N, H*D].
+class Softmax:
+    """Softmax over the last axis, or its logarithm.
 
-    q, k, v and the result have this shape.  Heads are adjacent in memory and are not copied out:
-    kernels step over the other heads.
+    Attributes:
+        forward: returns y of x.
+        gradient: returns dx of y, dy.
     """
 
-    def __init__(self, shape: Sequence[int], heads: int) -> None:
-        """Creates the products and the softmax.
+    def __init__(self, shape: Sequence[int], is_log: bool = False) -> None:
+        x, kind, axis = plain(shape), _LOG_SOFTMAX if is_log else _SOFTMAX, len(shape) - 1
+        forward = _describe("softmax_forward", _FORWARD_TRAINING, kind, x.handle, x.handle, axis)
+        back = _describe("softmax_backward", kind, x.handle, x.handle, x.handle, axis, forward)
+        self.forward = _Primitive(forward, [(_SRC, x)], [(_DST, x)])
+        self.gradient = _Primitive(back, [(_DST, x), (_D_DST, x)], [(_D_SRC, x)])
 
-        Args: shape: [B, N, H * D].
+
+class Attention:
+    """Attention, softmax(q k^T / sqrt(d) + bias) v by head: float32.
+
+    Queries and keys lie side by side, [B, N, 2 H * d], values and the result are [B, N, H * d].
+    Kernels step over the other heads, so none is copied out. They compute a tile at a time, some
+    queries of one image, whose logits [H, n, m] stay in the processor's cache.
+    """
+
+    def __init__(self, shape: Sequence[int], heads: int, biased: int = 0) -> None:
+        """Creates the kernels.
+
+        Args: shape: [B, N, H * d] of the values.  biased: number M of the first tokens, to which
+        the tokens after them do not attend; a bias [B, 1, M, N] is added to their logits.
         """
-        batch, tokens, width = shape
-        head_width, pair_shape = width // heads, [batch, heads, tokens, tokens]
-        rows = _describe_strides(
-            [batch, heads, tokens, head_width], [tokens * width, head_width, width, 1]
-        )
-        columns = _describe_strides(
-            [batch, heads, head_width, tokens], [tokens * width, head_width, 1, width]
-        )
-        rows.tensor_shape = list(shape)
-        pairs = plain(pair_shape)
-        transposed = _describe_strides(pair_shape, [heads * tokens**2, tokens**2, 1, tokens])
-        self._pair_product = _product(rows, columns, pairs)
-        self._mix = _product(pairs, rows, rows)
-        self._mix_transposed = _product(transposed, rows, rows)
-        forward = _describe(
-            "softmax_forward", _FORWARD_TRAINING, _SOFTMAX, pairs.handle, pairs.handle, 3
-        )
-        back = _describe(
-            "softmax_backward", _SOFTMAX, pairs.handle, pairs.handle, pairs.handle, 3, forward
-        )
-        self._softmax = _Primitive(forward, [(_SRC, pairs)], [(_DST, pairs)])
-        self._softmax_back = _Primitive(back, [(_DST, pairs), (_D_DST, pairs)], [(_D_SRC, pairs)])
+        self._shape = batch, tokens, width = tuple(shape)
+        self._pairs_shape = [batch, tokens, 2 * width]
+        rest = _AttentionTile(shape, heads, range(biased, tokens), has_bias=False)
+        self._tiles = [rest]
+        if biased:  # first, because its keys are all tokens
+            self._tiles.insert(0, _AttentionTile(shape, heads, range(biased), has_bias=True))
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the result, and the weights [B, H, N, N] that `gradient` needs."""
-        # In place: the logits [B, H, N, N] are the largest tensor here.
-        (logits,) = self._pair_product(q, k)
-        if bias is not None:
-            logits.add_(bias)
-        (shares,) = self._softmax(logits, into=logits)
-        return self._mix(shares, v)[0], shares
+        self, pairs: Tensor, values: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Returns the result, and the softmax of each tile, which `gradient` needs."""
+        y = paddle_api.allocate(self._shape, paddle.float32)
+        shares = [paddle_api.allocate(tile.shape, paddle.float32) for tile in self._tiles]
+        for tile, share in zip(self._tiles, shares, strict=True):
+            buffers = [pairs, values, y, share] + ([bias] if tile.has_bias else [])
+            for addresses in _image_addresses(*buffers):
+                tile.forward(*addresses)
+        return y, shares
 
     def gradient(
-        self, q: Tensor, k: Tensor, v: Tensor, shares: Tensor, dy: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dq, dk and dv."""
-        (dshares,) = self._pair_product(dy, v)
-        (dlogits,) = self._softmax_back(shares, dshares, into=dshares)
-        (dq,), (dk,) = self._mix(dlogits, k), self._mix_transposed(dlogits, q)
-        return dq, dk, self._mix_transposed(shares, dy)[0]
+        self, pairs: Tensor, values: Tensor, shares: Sequence[Tensor], dy: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of queries and keys, and of values."""
+        dpairs = paddle_api.allocate(self._pairs_shape, paddle.float32)
+        dvalues = paddle_api.allocate(self._shape, paddle.float32)
+        for tile, share in zip(self._tiles, shares, strict=True):
+            scratch = paddle_api.allocate(tile.shape[1:], paddle.float32)
+            for addresses in _image_addresses(pairs, values, dy, share, dpairs, dvalues):
+                tile.gradient(*addresses, scratch.data_ptr())
+        return dpairs, dvalues
 
 
-def _product(a: Descriptor, b: Descriptor, c: Descriptor) -> _Primitive:
-    """Creates the product of two matrices in given layouts."""
-    description = _describe("matmul", a.handle, b.handle, None, c.handle)
-    return _Primitive(description, [(_SRC, a), (_WEIGHTS, b)], [(_DST, c)])
+class _AttentionTile:
+    """Attention of one image for the tokens of a range.
+
+    They attend to all tokens, if they have a bias, else to one another.
+
+    Attributes: shape: [B, H, n, m] of the logits of all images.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], heads: int, queries: range, has_bias: bool
+    ) -> None:  # fmt: skip
+        batch, tokens, width = shape
+        head_width, count = width // heads, len(queries)
+        keys = range(tokens) if has_bias else queries
+        self.has_bias, self.shape = has_bias, [batch, heads, count, len(keys)]
+        form = [heads, count, len(keys)]
+        # Distances to the first query and key, in bytes: of pairs, and of values and results.
+        size = _DATA_TYPES["float32"][1]
+        self._at_query, self._at_key = queries.start * width * size, keys.start * width * size
+        self._half = width * size
+
+        def rows(number: range, pitch: int) -> Descriptor:
+            return _describe_strides([heads, len(number), head_width], [head_width, pitch, 1])
+
+        def columns(number: range, pitch: int) -> Descriptor:
+            return _describe_strides([heads, head_width, len(number)], [head_width, 1, pitch])
+
+        paired, scale = 2 * width, head_width**-0.5
+        pairs, bias = plain(form), plain([1, *form[1:]])
+        flipped = _describe_strides([heads, form[2], count], [count * form[2], 1, form[2]])
+        added = bias if has_bias else None
+        # The second tile adds to the gradients of the keys and values of the first.
+        adds = not has_bias and queries.start > 0
+        self._logits = _product(
+            rows(queries, paired), columns(keys, paired), pairs, scale=scale, added=added
+        )
+        self._mix = _product(pairs, rows(keys, width), rows(queries, width))
+        self._dshares = _product(rows(queries, width), columns(keys, width), pairs)
+        self._dvalues = _product(flipped, rows(queries, width), rows(keys, width), adds=adds)
+        self._dqueries = _product(pairs, rows(keys, paired), rows(queries, paired), scale=scale)
+        self._dkeys = _product(
+            flipped, rows(queries, paired), rows(keys, paired), scale=scale, adds=adds
+        )
+        self._softmax = Softmax(form)
+
+    def forward(self, pairs: int, values: int, y: int, shares: int, *bias: int) -> None:
+        """Computes y and shares; arguments are addresses of one image's part of the buffers."""
+        queries, keys = pairs + 2 * self._at_query, pairs + 2 * self._at_key + self._half
+        self._logits.run(queries, keys, *bias, shares)
+        self._softmax.forward.run(shares, shares)
+        self._mix.run(shares, values + self._at_key, y + self._at_query)
+
+    def gradient(
+        self, pairs: int, values: int, dy: int, shares: int, dpairs: int, dvalues: int, scratch: int
+    ) -> None:
+        """Computes dpairs and dvalues; arguments as in `forward`.
+
+        Args: scratch: address of the gradients of one image's logits.
+        """
+        first_query, first_key = 2 * self._at_query, 2 * self._at_key + self._half
+        dy, at_key = dy + self._at_query, self._at_key
+        self._dvalues.run(shares, dy, dvalues + at_key)
+        self._dshares.run(dy, values + at_key, scratch)
+        self._softmax.gradient.run(shares, scratch, scratch)
+        self._dqueries.run(scratch, pairs + first_key, dpairs + first_query)
+        self._dkeys.run(scratch, pairs + first_query, dpairs + first_key)
+
+
+def _image_addresses(*buffers: Tensor) -> Iterator[tuple[int, ...]]:
+    """Yields, for each image, the addresses of its part of float32 buffers [B, ...]."""
+    starts = [buffer.data_ptr() for buffer in buffers]
+    sizes = [math.prod(buffer.shape[1:]) * _DATA_TYPES["float32"][1] for buffer in buffers]
+    for image in range(buffers[0].shape[0]):
+        yield tuple(start + image * size for start, size in zip(starts, sizes, strict=True))
+
+
+def _product(
+    a: Descriptor, b: Descriptor, c: Descriptor, *,
+    scale: float = 1.0, added: Descriptor | None = None, adds: bool = False,
+) -> _Primitive:  # fmt: skip
+    """Creates scale * a b of matrices in given layouts.
+
+    Args: added: layout of a third operand, which is added.  adds: whether to add to what c holds.
+    """
+    lib = library()
+    operations, attributes = _create("post_ops_create"), _create("primitive_attr_create")
+    lib.check(
+        lib.c.dnnl_post_ops_append_eltwise(operations, _LINEAR, c_float(scale), c_float(0.0)),
+        "scale",
+    )
+    if added is not None:
+        lib.check(lib.c.dnnl_post_ops_append_binary(operations, _BINARY_ADD, added.handle), "added")
+    if adds:
+        kind = _DATA_TYPES[c.dtype][0]
+        lib.check(lib.c.dnnl_post_ops_append_sum(operations, c_float(1.0), c_int(0), kind), "adds")
+    lib.check(lib.c.dnnl_primitive_attr_set_post_ops(attributes, operations), "post-operations")
+    description = _create(
+        "matmul_primitive_desc_create", lib.engine, a.handle, b.handle, None, c.handle, attributes
+    )
+    places = [(_SRC, a), (_WEIGHTS, b)]
+    if added is not None:
+        places.append((_find_second_operand(description), added))
+    return _Primitive(description, places, [(_DST, c)])
+
+
+def _find_second_operand(description: c_void_p) -> int:
+    """Returns the execution argument of what the second post-operation adds.
+
+    Its number depends on the version of oneDNN.
+    """
+    for base in _POST_OPERATIONS:
+        argument = 2 * base | _SRC_1
+        found = library().c.dnnl_primitive_desc_query_md(description, _Q_EXECUTION, argument)
+        if found and library().c.dnnl_memory_desc_get_size(found):
+            return argument
+    raise OneDNNError("oneDNN does not name the operand of a post-operation")
 
 
 class Activation:

@@ -41,11 +41,12 @@ from ppdist.cpu.layers import (
     OneDNNLinear,
     OneDNNMultiHeadAttention,
     OneDNNRepConv,
+    SparseMSDeformableAttention,
 )
 from ppdist.cpu.precision import FLOAT32, Kernels, compute_in
 from ppdist.distributed import paddle_api
 from ppdist.models import functional
-from ppdist.models.attention import MultiHeadAttention
+from ppdist.models.attention import MSDeformableAttention, MultiHeadAttention
 from ppdist.models.base import ImageModel, Targets, tensors_in
 from ppdist.models.layers import ConvBNLayer, RepConv
 
@@ -77,6 +78,7 @@ _ONEDNN_CLASSES: dict[type[nn.Layer], type[nn.Layer]] = {
     nn.Conv2D: OneDNNConv2D, ConvBNLayer: OneDNNConvBNLayer, RepConv: OneDNNRepConv,
     nn.Linear: OneDNNLinear, nn.LayerNorm: OneDNNLayerNorm,
     MultiHeadAttention: OneDNNMultiHeadAttention,
+    MSDeformableAttention: SparseMSDeformableAttention,
 }  # fmt: skip
 _PLAIN_CLASSES = {fast: plain for plain, fast in _ONEDNN_CLASSES.items()}
 

@@ -8,6 +8,8 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
+from ppdist.models import functional
+
 
 def quality_distillation(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """Computes a quality focal loss of class scores with the teacher's as soft labels.
@@ -72,8 +74,8 @@ def localisation_distillation(
         weight_N: weight of each box, no gradient; it has the axes before the last two.
     Source: Zheng et al. 2022, arXiv:2102.12252, equation 3 (LD).
     """
-    log_p_student = F.log_softmax(reg_dist_N4R / temperature, axis=-1)
-    log_p_teacher = F.log_softmax(teacher_N4R / temperature, axis=-1).detach()
+    log_p_student = functional.log_softmax(reg_dist_N4R / temperature)
+    log_p_teacher = functional.log_softmax(teacher_N4R / temperature).detach()
     kl_N = (log_p_teacher.exp() * (log_p_teacher - log_p_student)).sum(-1).mean(-1)
     return temperature**2 * (kl_N * weight_N.detach()).sum()
 

@@ -12,6 +12,8 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
+from ppdist.models import functional
+
 HEADS = 8  # number of heads of every attention layer in this family
 OFFSET_SCALE = 0.5  # a point one unit away lies half a box from the centre
 HIDDEN = -1e9  # added to the logits of keys that a query may not attend to
@@ -36,33 +38,39 @@ class MultiHeadAttention(nn.Layer):
         start_xavier(self.in_proj)
 
     def forward(
-        self, x_BND: Tensor, position_BND: Tensor, bias_BHNN: Tensor | None = None
+        self, x_BND: Tensor, position_BND: Tensor, bias_B1MN: Tensor | None = None
     ) -> Tensor:
         """Returns the attended tokens [B, N, D].
 
-        Args: bias_BHNN: bias added to the logits; its entries are 0 or `HIDDEN`.
+        Args: bias_B1MN: bias added to the logits of the first M tokens; its entries are 0 or
+            `HIDDEN`. The tokens after these do not attend to these. None: all attend to all.
         """
         weight, bias, split = self.in_proj.weight, self.in_proj.bias, 2 * self.width
         positioned_BND = x_BND + position_BND
-        with_position = self.project(positioned_BND, weight[:, :split], bias[:split])
-        queries, keys = with_position.chunk(2, axis=-1)
-        values = self.project(x_BND, weight[:, split:], bias[split:])
-        scale = (self.width // HEADS) ** -0.5
-        return self.out_proj(self.attend(queries * scale, keys, values, bias_BHNN))
+        pairs_BNX = self.project(positioned_BND, weight[:, :split], bias[:split])
+        values_BND = self.project(x_BND, weight[:, split:], bias[split:])
+        return self.out_proj(self.attend(pairs_BNX, values_BND, bias_B1MN))
 
     def project(self, x_BND: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """Computes one or two of the three projections."""
         return F.linear(x_BND, weight, bias)
 
-    def attend(
-        self, queries_BND: Tensor, keys_BND: Tensor, values_BND: Tensor, bias_BHNN: Tensor | None
-    ) -> Tensor:
-        """Computes softmax(q k^T + bias) v for each head; returns [B, N, D]."""
+    def attend(self, pairs_BNX: Tensor, values_BND: Tensor, bias_B1MN: Tensor | None) -> Tensor:
+        """Computes softmax(q k^T / sqrt(d) + bias) v for each head; returns [B, N, D].
+
+        Args: pairs_BNX: queries and keys side by side, X = 2 D.  bias_B1MN: see `forward`.
+        """
+        queries_BND, keys_BND = pairs_BNX.chunk(2, axis=-1)
+        queries_BND = queries_BND * (self.width // HEADS) ** -0.5
         queries, keys, values = (_heads(x_BND) for x_BND in (queries_BND, keys_BND, values_BND))
-        logits_BHNN = paddle.matmul(queries, keys, transpose_y=True)
-        if bias_BHNN is not None:
-            logits_BHNN = logits_BHNN + bias_BHNN
-        mixed_BHND = paddle.matmul(F.softmax(logits_BHNN, axis=-1), values)
+        if bias_B1MN is None:
+            mixed_BHND = _mix(queries, keys, values)
+        else:
+            first = bias_B1MN.shape[2]
+            # Repeated for every head: one for all takes six times as long on a CPU.
+            biased = _mix(queries[:, :, :first], keys, values, bias_B1MN.tile([1, HEADS, 1, 1]))
+            rest = _mix(*(x[:, :, first:] for x in (queries, keys, values)))
+            mixed_BHND = paddle.concat([biased, rest], axis=2)
         return mixed_BHND.transpose([0, 2, 1, 3]).flatten(2)
 
 
@@ -76,6 +84,16 @@ def start_xavier(*layers: nn.Layer) -> None:
         shape = layer.weight.shape
         bound = math.sqrt(6 / (shape[0] + shape[1]))  # of linear layers and 1x1 convolutions
         layer.weight.set_value(paddle.uniform(shape, "float32", -bound, bound))
+
+
+def _mix(
+    queries_BHND: Tensor, keys_BHMD: Tensor, values_BHMD: Tensor, bias_BHNM: Tensor | None = None
+) -> Tensor:
+    """Computes softmax(q k^T + bias) v, [B, H, N, D]."""
+    logits_BHNM = paddle.matmul(queries_BHND, keys_BHMD, transpose_y=True)
+    if bias_BHNM is not None:
+        logits_BHNM = logits_BHNM + bias_BHNM
+    return paddle.matmul(F.softmax(logits_BHNM, axis=-1), values_BHMD)
 
 
 def _heads(x_BND: Tensor) -> Tensor:
@@ -242,17 +260,23 @@ class MSDeformableAttention(nn.Layer):
         """
         shape = [0, 0, HEADS, self.points]
         offsets_BQX = self.sampling_offsets(query_BQD).astype("float32")
-        weights_BQHP = F.softmax(self.attention_weights(query_BQD).reshape(shape), axis=-1)
+        weights_BQHP = functional.softmax(self.attention_weights(query_BQD).reshape(shape))
+        if self.value_proj is None or self.output_proj is None:
+            return self.sample_offsets(memory, offsets_BQX, weights_BQHP, boxes_BQ4)
+        memory = memory._replace(cells_BLD=self.value_proj(memory.cells_BLD))
+        return self.output_proj(self.sample_offsets(memory, offsets_BQX, weights_BQHP, boxes_BQ4))
+
+    def sample_offsets(
+        self, memory: Memory, offsets_BQX: Tensor, weights_BQHP: Tensor, boxes_BQ4: Tensor
+    ) -> Tensor:
+        """Samples at offsets from the centres of boxes, as `sample` does, X = 2 H P."""
         # Repeated for every point: broadcasting instead takes three times as long on a CPU.
         centre_BQX, size_BQX = (
             part_BQ2.tile([1, 1, HEADS * self.points]) for part_BQ2 in boxes_BQ4.chunk(2, axis=-1)
         )
         reach_X = paddle.to_tensor(self.reach, dtype="float32")
-        places_BQHP2 = (centre_BQX + offsets_BQX * (size_BQX * reach_X)).reshape([*shape, 2])
-        if self.value_proj is None or self.output_proj is None:
-            return sample(memory, places_BQHP2, weights_BQHP)
-        memory = memory._replace(cells_BLD=self.value_proj(memory.cells_BLD))
-        return self.output_proj(sample(memory, places_BQHP2, weights_BQHP))
+        places_BQX = centre_BQX + offsets_BQX * (size_BQX * reach_X)
+        return sample(memory, places_BQX.reshape([0, 0, HEADS, self.points, 2]), weights_BQHP)
 
 
 def _initial_offsets(points: tuple[int, ...]) -> np.ndarray:

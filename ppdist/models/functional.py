@@ -1,4 +1,4 @@
-"""Operations on feature maps [B, C, H, W], for models; names and arguments are Paddle's.
+"""Operations on feature maps [B, C, H, W] and on rows, for models; names are Paddle's.
 
 Paddle's operators compute them, unless kernels that keep maps in a layout of their own have taken
 over (`compute_by`, which ppdist/cpu/ calls).  Models of this package pass the output of a layer
@@ -106,6 +106,18 @@ def upsample2x(x: Tensor) -> Tensor:
     """
     x = paddle.stack([x, x], axis=-1).flatten(3, 4)
     return paddle.stack([x, x], axis=3).flatten(2, 3)
+
+
+@_operation
+def softmax(x: Tensor) -> Tensor:
+    """Computes the softmax over the last axis."""
+    return F.softmax(x, axis=-1)
+
+
+@_operation
+def log_softmax(x: Tensor) -> Tensor:
+    """Computes the logarithm of the softmax over the last axis."""
+    return F.log_softmax(x, axis=-1)
 
 
 @_operation

@@ -179,9 +179,9 @@ class DecoderLayer(nn.Layer):
         position_BQD: Tensor,
         boxes_BQ4: Tensor,
         memory: Memory,
-        bias_BHQQ: Tensor | None,
+        bias_B1DQ: Tensor | None,
     ) -> Tensor:
-        x_BQD = self.norm1(x_BQD + self.self_attn(x_BQD, position_BQD, bias_BHQQ))
+        x_BQD = self.norm1(x_BQD + self.self_attn(x_BQD, position_BQD, bias_B1DQ))
         seen_BQD = self.cross_attn(x_BQD + position_BQD, boxes_BQ4, memory)
         if self.norm2 is not None:
             x_BQD = self.norm2(x_BQD + seen_BQD)
@@ -200,8 +200,8 @@ class LQE(nn.Layer):
         super().__init__()
         self.reg_conf = MLP(activation, 4 * (_QUALITY_PEAKS + 1), _QUALITY_WIDTH, 1)
 
-    def forward(self, logits_BQC: Tensor, corners_BQ4R: Tensor) -> Tensor:
-        peaks, _ = F.softmax(corners_BQ4R, axis=-1).topk(_QUALITY_PEAKS, axis=-1)
+    def forward(self, logits_BQC: Tensor, probability_BQ4R: Tensor) -> Tensor:
+        peaks, _ = probability_BQ4R.topk(_QUALITY_PEAKS, axis=-1)
         features = paddle.concat([peaks, peaks.mean(axis=-1, keepdim=True)], axis=-1)
         return logits_BQC + self.reg_conf(features.flatten(2))
 
@@ -293,16 +293,16 @@ class RTDETRDecoder(nn.Layer):
         memory = Memory.of(features, self.points)
         selected = self._select(memory.cells_BLD, features, size_4)
         content_BQD, boxes_BQ4 = selected.content_BQD, _constant(selected.refined.boxes_BQ4)
-        bias_BHQQ, noisy = None, None
+        bias_B1DQ, noisy = None, None
         if targets is not None and self.denoising is not None:
             noisy = self.denoising(targets, size_4)
             embedded_BDD = self.denoising_class_embed(noisy.labels_BD) * noisy.used_BD.unsqueeze(-1)
             content_BQD = paddle.concat([embedded_BDD.astype(content_BQD.dtype), content_BQD], 1)
             boxes_BQ4 = paddle.concat([noisy.boxes_BD4, boxes_BQ4], 1)
-            bias_BHQQ = attention_bias(noisy.group_BD, selected.content_BQD.shape[1])
+            bias_B1DQ = attention_bias(noisy.group_BD, selected.content_BQD.shape[1])
         all_layers = self.training or targets is not None
         refine = self._refine_distributions if self.dfine else self._refine
-        layers, preliminary = refine(content_BQD, boxes_BQ4, memory, bias_BHQQ, all_layers)
+        layers, preliminary = refine(content_BQD, boxes_BQ4, memory, bias_B1DQ, all_layers)
         outputs = RTDETROutputs(layers, selected.refined, size_4, preliminary)
         return outputs if noisy is None else _split(outputs, noisy)
 
@@ -335,7 +335,7 @@ class RTDETRDecoder(nn.Layer):
         x_BQD: Tensor,
         boxes_BQ4: Tensor,
         memory: Memory,
-        bias_BHQQ: Tensor | None,
+        bias_B1DQ: Tensor | None,
         all_layers: bool,
     ) -> tuple[tuple[Refined, ...], None]:
         """Refines boxes as RT-DETR does: each layer moves the boxes of the layer before.
@@ -349,7 +349,7 @@ class RTDETRDecoder(nn.Layer):
         """
         outputs, before_BQ4 = [], boxes_BQ4
         for i, layer in enumerate(self.decoder.layers):
-            x_BQD = layer(x_BQD, self.query_pos_head(boxes_BQ4), boxes_BQ4, memory, bias_BHQQ)
+            x_BQD = layer(x_BQD, self.query_pos_head(boxes_BQ4), boxes_BQ4, memory, bias_B1DQ)
             move_BQ4 = self.dec_bbox_head[i](x_BQD).astype("float32")
             moved_BQ4 = F.sigmoid(move_BQ4 + _inverse_sigmoid(boxes_BQ4))
             if all_layers or i == len(self.decoder.layers) - 1:
@@ -366,7 +366,7 @@ class RTDETRDecoder(nn.Layer):
         x_BQD: Tensor,
         boxes_BQ4: Tensor,
         memory: Memory,
-        bias_BHQQ: Tensor | None,
+        bias_B1DQ: Tensor | None,
         all_layers: bool,
     ) -> tuple[tuple[Refined, ...], Refined | None]:
         """Refines distributions over the moves of sides, as D-FINE does.
@@ -388,7 +388,7 @@ class RTDETRDecoder(nn.Layer):
         reference_BQ4, corners_BQX, before_BQD = boxes_BQ4, None, None
         for i, layer in enumerate(self.decoder.layers):
             position_BQD = self.query_pos_head(boxes_BQ4).clip(-_FARTHEST, _FARTHEST)
-            x_BQD = layer(x_BQD, position_BQD, boxes_BQ4, memory, bias_BHQQ)
+            x_BQD = layer(x_BQD, position_BQD, boxes_BQ4, memory, bias_B1DQ)
             logits_BQC = self.dec_score_head[i](x_BQD) if all_layers or i == last else None
             if i == 0 and self.pre_bbox_head is not None:
                 move_BQ4 = self.pre_bbox_head(x_BQD).astype("float32")
@@ -399,10 +399,11 @@ class RTDETRDecoder(nn.Layer):
             added_BQX = self.dec_bbox_head[i](x_BQD if before_BQD is None else x_BQD + before_BQD)
             corners_BQX = added_BQX if corners_BQX is None else corners_BQX + added_BQX
             corners_BQ4R = corners_BQX.astype("float32").reshape([0, 0, 4, BINS])
-            sides_BQ4 = F.softmax(corners_BQ4R, axis=-1).matmul(moves_R1).squeeze(-1)
+            probability_BQ4R = functional.softmax(corners_BQ4R)
+            sides_BQ4 = probability_BQ4R.matmul(moves_R1).squeeze(-1)
             moved_BQ4 = move_sides(reference_BQ4, sides_BQ4, self.reg_scale)
             if logits_BQC is not None:
-                logits_BQC = self.decoder.lqe_layers[i](logits_BQC, corners_BQ4R)
+                logits_BQC = self.decoder.lqe_layers[i](logits_BQC, probability_BQ4R)
                 outputs.append(Refined(logits_BQC, moved_BQ4, corners_BQ4R, reference_BQ4))
             boxes_BQ4, before_BQD = _constant(moved_BQ4), _constant(x_BQD)
         return tuple(outputs), preliminary

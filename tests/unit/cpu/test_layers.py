@@ -16,7 +16,7 @@ from ppdist.cpu.precision import FLOAT32, compute_in
 from ppdist.cpu.switch import self_check, use_onednn, use_plain_layers
 from ppdist.distributed import collectives, comm
 from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
-from ppdist.models.attention import HEADS, HIDDEN, MultiHeadAttention
+from ppdist.models.attention import HIDDEN, MultiHeadAttention
 from ppdist.models.build import build_model
 from ppdist.models.layers import (
     ACTIVATIONS,
@@ -36,6 +36,7 @@ LAYERS = {
     "1x1 with bias": lambda: nn.Conv2D(48, 20, 1),
     "stride 2, odd channels": lambda: nn.Conv2D(3, 13, 3, stride=2, padding=1),
     "depthwise": lambda: nn.Conv2D(24, 24, 3, padding=1, groups=24),
+    "depthwise, 5x5": lambda: nn.Conv2D(32, 32, 5, padding=2, groups=32, bias_attr=False),
     "groups": lambda: nn.Conv2D(12, 18, 3, padding=1, groups=3),
     "dilated": lambda: nn.Conv2D(8, 8, 3, padding=2, dilation=2),
     "5x1, uneven padding": lambda: nn.Conv2D(8, 8, (5, 1), padding=(2, 0)),
@@ -66,7 +67,10 @@ UNSUPPORTED = {
 
 
 class Attending(nn.Layer):
-    """Attention with a position.  Args: hides: every query sees those up to itself."""
+    """Attention with a position.
+
+    Args: hides: each of the first tokens sees those up to itself, the others see each other.
+    """
 
     def __init__(self, width, hides):
         super().__init__()
@@ -74,8 +78,8 @@ class Attending(nn.Layer):
 
     def forward(self, x):
         batch, tokens = x.shape[:2]
-        hidden = paddle.triu(paddle.full([tokens, tokens], HIDDEN), 1)
-        bias = hidden.tile([batch, HEADS, 1, 1]) if self.hides else None
+        hidden = paddle.triu(paddle.full([tokens // 2, tokens], HIDDEN), 1)
+        bias = hidden.tile([batch, 1, 1, 1]) if self.hides else None
         return self.inside(x, x.cos(), bias)
 
 

@@ -107,7 +107,6 @@ def test_query_sees_its_group_and_the_selected_queries() -> None:
     assert set(np.unique(bias)) == {0.0, np.float32(HIDDEN)}
     assert sees.astype(int).tolist() == [
         [1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1], [0, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1],
-        [0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1],
     ]  # fmt: skip
 
 
