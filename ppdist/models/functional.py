@@ -121,6 +121,12 @@ def log_softmax(x: Tensor) -> Tensor:
 
 
 @_operation
+def largest(x: Tensor, count: int) -> Tensor:
+    """Returns the `count` largest numbers of the last axis, falling."""
+    return x.topk(count, axis=-1)[0]
+
+
+@_operation
 def spatial_mean(x: Tensor) -> Tensor:
     """Averages over all cells, [B, C, 1, 1]."""
     return F.adaptive_avg_pool2d(x.astype("float32") if x.dtype == paddle.bfloat16 else x, 1)

@@ -1,4 +1,6 @@
-"""Samples by sparse products against gathered ones; softmax of rows."""
+"""Samples by sparse products against gathered ones; operations on rows."""
+
+from functools import partial
 
 import numpy as np
 import paddle
@@ -56,9 +58,27 @@ def test_samples_of_a_box_that_is_not_finite_are_not():
     assert finite[0, 0].all() and not finite[0, 1].any()
 
 
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-def test_softmax_of_rows_equals_paddles(name):
+OPERATIONS = {
+    "softmax": (functional.softmax, F.softmax),
+    "log_softmax": (functional.log_softmax, F.log_softmax),
+    "relu": (functional.relu, F.relu),
+    "largest": (partial(functional.largest, count=4), lambda x: x.topk(4)[0]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operation_on_rows_equals_paddles(name):
+    fast, plain = OPERATIONS[name]
     x = drawn(3, 4, 33)
-    found = gradients(feature_maps.compute(getattr(functional, name), getattr(F, name), x), x)
-    for ours, paddles in zip(found, gradients(getattr(F, name)(x), x), strict=True):
-        np.testing.assert_allclose(ours, paddles, rtol=0, atol=2e-6)
+    functional.compute_by(feature_maps.compute)
+    found = gradients(fast(x), x)
+    for ours, paddles in zip(found, gradients(plain(x), x), strict=True):
+        np.testing.assert_allclose(ours, paddles, rtol=1e-5, atol=1e-5)
+
+
+def test_largest_of_equal_numbers_are_distinct_columns():
+    functional.compute_by(feature_maps.compute)
+    x = paddle.zeros([1, 1, 9])
+    x.stop_gradient = False
+    (dx,) = paddle.grad(functional.largest(x, 4).sum(), [x])
+    assert dx.flatten().tolist() == [1.0] * 4 + [0.0] * 5
