@@ -64,19 +64,19 @@ class Linear(Convolution):
 
 
 class BatchNorm:
-    def __init__(self, layout, epsilon):
-        self.inner = onednn.BatchNorm(layout, epsilon)
+    def __init__(self, layout, epsilon, has_relu=False):
+        self.inner = onednn.BatchNorm(layout, epsilon, has_relu)
 
     def train(self, x, scale, shift):
-        y, mean, variance = self.inner.train(wide(x), scale, shift)
-        return rounded(y), mean, variance
+        y, *others = self.inner.train(wide(x), scale, shift)
+        return rounded(y), *others
 
     def infer(self, x, *others):
-        return rounded(self.inner.infer(wide(x), *others))
+        return rounded(self.inner.infer(wide(x), *others))  # in place of the wide copy
 
-    def gradient(self, x, scale, mean, variance, dy, in_place):
-        dx, dscale, dshift = self.inner.gradient(wide(x), scale, mean, variance, wide(dy), in_place)
-        return rounded(dx), dscale, dshift
+    def gradient(self, x, scale, mean, variance, dy, *others):
+        dx, *parameters = self.inner.gradient(wide(x), scale, mean, variance, wide(dy), *others)
+        return rounded(dx), *parameters
 
 
 class ChannelAffine:
@@ -95,7 +95,7 @@ class Activation:
     def __init__(self, name, layout):
         self.inner = onednn.Activation(name, layout)
 
-    def forward(self, x):
+    def forward(self, x, in_place=False):
         return rounded(self.inner.forward(wide(x)))
 
     def gradient(self, x, dy):
@@ -106,7 +106,7 @@ class Sum:
     def __init__(self, layout):
         pass
 
-    def __call__(self, first, second):
+    def __call__(self, first, second, in_place=True):
         return paddle.add_n([first, second])
 
 

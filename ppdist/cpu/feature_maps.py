@@ -135,8 +135,7 @@ class _Add(PyLayer):
     @staticmethod
     def forward(ctx, x, y, total):
         ctx.needs = [not operand.stop_gradient for operand in (x, y)]
-        # The kernel writes the sum over its first operand, which other layers may still read.
-        return total(x.clone(), contiguous(y))
+        return total(x, contiguous(y), in_place=False)
 
     @staticmethod
     def backward(ctx, dy):

@@ -259,26 +259,28 @@ class SparseMSDeformableAttention(MSDeformableAttention):
 
 
 class _Branch:
-    """Convolution and batch norm in one call."""
+    """Convolution, batch norm and perhaps ReLU in one call."""
 
-    def __init__(self, kernels: Kernels, conv: onednn.Convolution, norm: nn.BatchNorm2D) -> None:
+    def __init__(
+        self, kernels: Kernels, conv: onednn.Convolution, norm: nn.BatchNorm2D, has_relu: bool
+    ) -> None:
         self.conv, self.norm = conv, norm
-        self.bn = kernels.get("BatchNorm", conv.y, paddle_api.epsilon(norm))
+        self.bn = kernels.get("BatchNorm", conv.y, paddle_api.epsilon(norm), has_relu)
 
     def forward(self, x: Tensor, weight: Tensor, gamma_O: Tensor, beta_O: Tensor) -> Tensor:
         """Computes forward on buffers in the convolution's layouts; updates running statistics."""
         self.z = self.conv.forward(x, weight, None)
-        out, self.mean_O, self.var_O = self.bn.train(self.z, gamma_O, beta_O)
+        out, self.mean_O, self.var_O, *self.workspaces = self.bn.train(self.z, gamma_O, beta_O)
         momentum = paddle_api.momentum(self.norm)
         mean_O, var_O = paddle_api.running_statistics(self.norm)
         # Paddle's CPU kernel uses the biased variance (1/n) as its running statistic; so do we.
-        mean_O.scale_(momentum).add_(self.mean_O * (1 - momentum))
-        var_O.scale_(momentum).add_(self.var_O * (1 - momentum))
+        paddle_api.move_average(mean_O, self.mean_O, momentum)
+        paddle_api.move_average(var_O, self.var_O, momentum)
         return out
 
     def infer(self, x: Tensor, weight: Tensor, gamma_O: Tensor, beta_O: Tensor) -> Tensor:
         """Computes forward from running statistics; saves nothing for backward."""
-        z = self.conv.forward(x, weight, None)
+        z = self.conv.forward(x, weight, None)  # a buffer of its own, to be overwritten
         return self.bn.infer(z, gamma_O, beta_O, *paddle_api.running_statistics(self.norm))
 
     def backward(
@@ -295,7 +297,7 @@ class _Branch:
         Args: in_place: dy may be overwritten.
         """
         dz, dgamma_O, dbeta_O = self.bn.gradient(
-            self.z, gamma_O, self.mean_O, self.var_O, dy, in_place
+            self.z, gamma_O, self.mean_O, self.var_O, dy, in_place, *self.workspaces
         )
         dweight, _ = self.conv.weight_gradient(x, dz)
         dx = self.conv.data_gradient(dz, weight) if needs_dx else None
@@ -303,7 +305,7 @@ class _Branch:
 
 
 class _Call:
-    """One call of `_compute`: branches, their sum, the activation."""
+    """One call of `_compute`: branches, their sum, the activation unless it is in the branch."""
 
     def __init__(self, kernels: Kernels, branches: list[_Branch], activation: str | None) -> None:
         self.branches, self.conv = branches, branches[0].conv
@@ -330,7 +332,9 @@ class _Call:
     def infer(self, x_given: Tensor, parameters: Sequence[Tensor], alpha: Tensor | None) -> Tensor:
         """Computes the result from running statistics; saves nothing for backward."""
         y = self.total("infer", self.conv.x_in(contiguous(x_given)), parameters, alpha)
-        return self.conv.y_out(y if self.activation is None else self.activation.forward(y))
+        if self.activation is not None:
+            y = self.activation.forward(y, in_place=True)
+        return self.conv.y_out(y)
 
 
 class _ConvBNActivation(PyLayer):
@@ -409,8 +413,9 @@ def _compute(
     first, last = convs[0], convs[-1]
     if first is not last and not (first.x.equals(last.x) and first.y.equals(last.y)):
         return _run_plain(plain, x)
-    branches = [_Branch(kernels, conv, b.bn) for conv, b in zip(convs, blocks)]
-    call = _Call(kernels, branches, layer.activation)
+    has_relu = layer.activation == "relu" and len(blocks) == 1
+    branches = [_Branch(kernels, conv, b.bn, has_relu) for conv, b in zip(convs, blocks)]
+    call = _Call(kernels, branches, None if has_relu else layer.activation)
     if uses_running:
         return call.infer(x, inputs[2:], alpha)
     return _ConvBNActivation.apply(x, alpha, call, _need_gradients(*inputs), *inputs[2:])

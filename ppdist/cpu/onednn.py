@@ -53,7 +53,7 @@ _ELTWISE = {
     "leaky_relu": (0x20, LEAKY_SLOPE, 0.0),
 }
 _COMPILED = b"jit", b"brg"  # names of kernels that are compiled for this processor
-_GLOBAL_STATS, _SCALE, _SHIFT = 1, 2, 4
+_GLOBAL_STATS, _SCALE, _SHIFT, _FUSED_RELU = 1, 2, 4, 8
 # Queries of a primitive descriptor.
 _Q_IMPLEMENTATION, _Q_EXECUTION = 8, 255
 _Q_SRC, _Q_DIFF_SRC, _Q_WEIGHTS, _Q_DIFF_WEIGHTS, _Q_DST, _Q_DIFF_DST, _Q_WORKSPACE = range(
@@ -267,6 +267,7 @@ class _Primitive:
         self.outputs = [(y.tensor_shape, getattr(paddle, y.dtype)) for _, y in outputs]
         places = [*inputs, *outputs]
         self.arguments, self.memories = (_Argument * len(places))(), []
+        self.addresses = [0] * len(places)
         # Memory objects are created once; each call only sets the addresses of the tensors.
         for slot, (index, descriptor) in zip(self.arguments, places, strict=True):
             memory = _create("memory_create", descriptor.handle, library().engine, c_void_p(0))
@@ -287,8 +288,11 @@ class _Primitive:
     def run(self, *addresses: int) -> None:
         """Runs the kernel on inputs and outputs at the given addresses."""
         lib = library()
-        for memory, address in zip(self.memories, addresses, strict=True):
-            lib.c.dnnl_memory_set_data_handle(memory, address)
+        # Most tensors lie where they lay in the last step.
+        for at, (address, before) in enumerate(zip(addresses, self.addresses, strict=True)):
+            if address != before:
+                lib.c.dnnl_memory_set_data_handle(self.memories[at], address)
+                self.addresses[at] = address
         status = lib.c.dnnl_primitive_execute(
             self.handle, lib.stream, len(self.arguments), self.arguments
         )
@@ -581,46 +585,60 @@ class Linear(_WeightedOperation):
         )  # fmt: skip
 
 
+def _workspace_places(forward: c_void_p, x: Descriptor) -> _Places:
+    """Returns where a forward kernel leaves what its gradient needs."""
+    workspace = library().c.dnnl_primitive_desc_query_md(forward, _Q_WORKSPACE, 0)
+    return [(_WORKSPACE, Descriptor(c_void_p(workspace), x.shape))]
+
+
 class BatchNorm:
     """Batch normalisation of buffers in a given layout.
 
-    Attributes: train: returns y, mean_C and the biased variance_C of a batch (x, scale, shift).
+    Attributes: train: returns y, mean_C and the biased variance_C of a batch (x, scale, shift), and
+        with ReLU a workspace.
     """
 
-    def __init__(self, x: Descriptor, epsilon: float) -> None:
+    def __init__(self, x: Descriptor, epsilon: float, has_relu: bool = False) -> None:
+        """Creates the kernels.  Args: has_relu: ReLU follows, in the same kernels."""
         per_channel, form = plain([x.shape[1]]), (x.handle, c_float(epsilon))
+        flags = _SCALE | _SHIFT | (_FUSED_RELU if has_relu else 0)
         train, infer = (
-            _describe("batch_normalization_forward", kind, x.handle, *form, _SCALE | _SHIFT | more)
+            _describe("batch_normalization_forward", kind, x.handle, *form, flags | more)
             for kind, more in ((_FORWARD_TRAINING, 0), (_FORWARD_INFERENCE, _GLOBAL_STATS))
         )
         back = _describe(
-            "batch_normalization_backward", _BACKWARD, x.handle, x.handle, *form, _SCALE | _SHIFT,
-            train,
-        )  # fmt: skip
+            "batch_normalization_backward", _BACKWARD, x.handle, x.handle, *form, flags, train
+        )
+        workspaces = _workspace_places(train, x) if has_relu else []
         scale, shift, mean, variance, dscale, dshift = (
             (argument, per_channel)
             for argument in (_A_SCALE, _A_SHIFT, _MEAN, _VARIANCE, _D_SCALE, _D_SHIFT)
         )
-        self.train = _Primitive(train, [(_SRC, x), scale, shift], [(_DST, x), mean, variance])
+        self.train = _Primitive(
+            train, [(_SRC, x), scale, shift], [(_DST, x), mean, variance, *workspaces]
+        )
         self._infer = _Primitive(infer, [(_SRC, x), scale, shift, mean, variance], [(_DST, x)])
         self._back = _Primitive(
-            back, [(_SRC, x), scale, mean, variance, (_D_DST, x)], [(_D_SRC, x), dscale, dshift]
+            back,
+            [(_SRC, x), scale, mean, variance, (_D_DST, x), *workspaces],
+            [(_D_SRC, x), dscale, dshift],
         )
 
     def infer(
         self, x: Tensor, scale: Tensor, shift: Tensor, mean: Tensor, variance: Tensor
     ) -> Tensor:
-        """Returns y, computed from the running statistics."""
-        return self._infer(x, scale, shift, mean, variance)[0]
+        """Returns y, computed from the running statistics; it takes the place of x."""
+        return self._infer(x, scale, shift, mean, variance, into=x)[0]
 
     def gradient(
-        self, x: Tensor, scale: Tensor, mean: Tensor, variance: Tensor, dy: Tensor, in_place: bool
-    ) -> list[Tensor]:
+        self, x: Tensor, scale: Tensor, mean: Tensor, variance: Tensor, dy: Tensor, in_place: bool,
+        *workspaces: Tensor,
+    ) -> list[Tensor]:  # fmt: skip
         """Returns dx, dscale_C and dshift_C of `train`.
 
-        Args: in_place: dx may overwrite dy.
+        Args: in_place: dx may overwrite dy; workspaces: those of `train`.
         """
-        return self._back(x, scale, mean, variance, dy, into=dy if in_place else None)
+        return self._back(x, scale, mean, variance, dy, *workspaces, into=dy if in_place else None)
 
 
 class ChannelAffine:
@@ -876,9 +894,9 @@ class Activation:
         self._forward = _Primitive(forward, [(_SRC, x)], [(_DST, x)])
         self._back = _Primitive(back, [(_SRC, x), (_D_DST, x)], [(_D_SRC, x)])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the activated buffer."""
-        return self._forward(x)[0]
+    def forward(self, x: Tensor, in_place: bool = False) -> Tensor:
+        """Returns the activated buffer.  Args: in_place: it takes the place of x."""
+        return self._forward(x, into=x if in_place else None)[0]
 
     def gradient(self, x: Tensor, dy: Tensor) -> Tensor:
         """Returns dx."""
@@ -904,10 +922,7 @@ class MapKernel:
         """
         self.y = y
         described = _describe(f"{kind}_forward", _FORWARD_TRAINING, *forward)
-        workspace_places: _Places = []
-        if needs_workspace:
-            workspace = library().c.dnnl_primitive_desc_query_md(described, _Q_WORKSPACE, 0)
-            workspace_places = [(_WORKSPACE, Descriptor(c_void_p(workspace), x.shape))]
+        workspace_places = _workspace_places(described, x) if needs_workspace else []
         self.forward = _Primitive(described, [(_SRC, x)], [(_DST, y), *workspace_places])
         described = _describe(f"{kind}_backward", *back, described)
         self._back = _Primitive(described, [(_D_DST, y), *workspace_places], [(_D_SRC, x)])
@@ -1015,14 +1030,14 @@ class Sum:
     def __init__(self, x: Descriptor) -> None:
         self._primitive: _Primitive | None = None
         if x.dtype == "float32":
-            return  # Paddle adds in place; it cannot add bfloat16 on a CPU
+            return  # Paddle adds; it cannot add bfloat16 on a CPU
         sources, ones = (c_void_p * 2)(x.handle, x.handle), (c_float * 2)(1.0, 1.0)
         description = _describe("sum", x.handle, 2, ones, sources)
         places = [(_FIRST_OF_MANY, x), (_FIRST_OF_MANY + 1, x)]
         self._primitive = _Primitive(description, places, [(_DST, x)])
 
-    def __call__(self, first: Tensor, second: Tensor) -> Tensor:
-        """Returns the sum, which may overwrite `first`."""
+    def __call__(self, first: Tensor, second: Tensor, in_place: bool = True) -> Tensor:
+        """Returns the sum.  Args: in_place: it may overwrite `first`."""
         if self._primitive is None:
-            return first.add_(second)
-        return self._primitive(first, second, into=first)[0]
+            return first.add_(second) if in_place else first + second
+        return self._primitive(first, second, into=first if in_place else None)[0]

@@ -181,6 +181,15 @@ def allocate(shape: Sequence[int], dtype: paddle.dtype) -> Tensor:
     return paddle._C_ops.empty(shape, dtype, _CPU)
 
 
+def move_average(average: Tensor, value: Tensor, momentum: float) -> None:
+    """Sets `average` to momentum * average + (1 - momentum) * value.
+
+    The methods of `Tensor` do the same and take twice as long for some hundred numbers.
+    """
+    paddle._C_ops.scale_(average, momentum, 0.0, True)
+    paddle._C_ops.add_(average, paddle._C_ops.scale(value, 1 - momentum, 0.0, True))
+
+
 def part(flat_F: Tensor, start: int, size: int) -> Tensor:
     """Returns a slice of `size` elements from `start`, [size], in the same storage."""
     return flat_F._slice(start, start + size)

@@ -4,10 +4,13 @@ The matching uses position and shape only.  Every object gets three slots on eac
 each cell to which it may belong, whether it does or not; so no shape depends on values, and there
 is no host synchronisation.
 
-Letters: B images, M padded boxes, A anchors per level, S = 3 * M slots.
+All levels are matched and scored together: most of the time of these operators is their dispatch.
+
+Letters: L levels, B images, M padded boxes, A anchors per level, S = 3 * M slots.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import paddle
@@ -21,58 +24,103 @@ from ppdist.losses.distillation import binary_distillation, confident_scores, fe
 from ppdist.models.outputs import YOLOv5Outputs
 
 CELLS = 3  # an object may belong to its own cell, to one neighbour in x and to one in y
+_KEPT_PLACES = 16  # micro-batches of a step
 LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4), 4: (4.0, 1.0, 0.25, 0.06)}  # of objectness, strides rising
 
 
 class Matches(NamedTuple):
-    """The slots of one level.
+    """The slots of all levels.
 
     Slot k * M + m is box m in its own cell, or its neighbour k.
 
-    cell_BS: int64, row * width + column.
-    is_positive_BAS: float32, 1 where the anchor of that cell learns the object, else 0.
-    wins_BAS: float32, 1 where the slot is positive and no later slot has the same anchor and cell.
-    target_BS4: the object as (centre x, centre y, width, height) in cells; the centre counts from
+    cell_LBS: int64, row * width + column.
+    is_positive_LBAS: float32, 1 where the anchor of that cell learns the object, else 0.
+    wins_LBAS: float32, 1 where the slot is positive and no later slot has the same anchor and cell.
+    target_LBS4: the object as (centre x, centre y, width, height) in cells; the centre counts from
         the corner of the slot's cell.
     label_BS: int64.
     """
 
-    cell_BS: Tensor
-    is_positive_BAS: Tensor
-    wins_BAS: Tensor
-    target_BS4: Tensor
+    cell_LBS: Tensor
+    is_positive_LBAS: Tensor
+    wins_LBAS: Tensor
+    target_LBS4: Tensor
     label_BS: Tensor
 
 
-class _Slots(NamedTuple):
-    """Cells of the slots of one level, in cells, and which of them learn an object.
+class _Grid(NamedTuple):
+    """Sizes of the levels: pixels per cell, cells in a row, in a column, and in all."""
 
-    x_BM, y_BM, wh_BM2: centres and sizes of the boxes.
-    step_x_BM, step_y_BM: direction of the neighbours: -1, 1, or 0 for none.
-    column_BS, row_BS: float32; is_positive_BAS: as in `Matches`.
+    stride_L111: Tensor
+    width_L11: Tensor
+    height_L11: Tensor
+    cells: list[int]
+
+    @classmethod
+    def of(cls, strides: tuple[int, ...], size: tuple[int, int]) -> "_Grid":
+        """Returns the levels of an input.  Args: size: (height, width) in pixels."""
+        heights, widths = ([side // stride for stride in strides] for side in size)
+        stride_L, width_L, height_L = (
+            paddle.to_tensor(values, "float32") for values in (strides, widths, heights)
+        )
+        cells = [height * width for height, width in zip(heights, widths)]
+        shape = [-1, 1, 1]
+        return cls(
+            stride_L.reshape([*shape, 1]), width_L.reshape(shape), height_L.reshape(shape), cells
+        )
+
+
+class _Slots(NamedTuple):
+    """Cells of all slots, in cells, and which of them learn an object.
+
+    x_LBM, y_LBM, wh_LBM2: centres and sizes of the boxes.
+    step_x_LBM, step_y_LBM: direction of the neighbours: -1, 1, or 0 for none.
+    column_LBS, row_LBS: float32; is_positive_LBAS: as in `Matches`.
     """
 
-    x_BM: Tensor
-    y_BM: Tensor
-    wh_BM2: Tensor
-    step_x_BM: Tensor
-    step_y_BM: Tensor
-    column_BS: Tensor
-    row_BS: Tensor
-    is_positive_BAS: Tensor
+    x_LBM: Tensor
+    y_LBM: Tensor
+    wh_LBM2: Tensor
+    step_x_LBM: Tensor
+    step_y_LBM: Tensor
+    column_LBS: Tensor
+    row_LBS: Tensor
+    is_positive_LBAS: Tensor
 
 
 @paddle.no_grad()
-def match_anchors(
-    boxes_BM4: Tensor,
-    labels_BM: Tensor,
-    mask_BM: Tensor,
-    anchors_A2: Tensor,
-    size: tuple[int, int],
-    stride: int,
-    threshold: float,
-) -> Matches:
-    """Matches the objects with the anchors of one level.
+def _match(slots: _Slots, labels_BM: Tensor, mask_BM: Tensor, grid: _Grid) -> Matches:
+    """Matches the objects with the anchors, whose slots `_place_slots` has found.
+
+    Args: labels_BM, mask_BM: int64 classes; 1 for a real box, 0 for padding.
+    """
+    cell_LBS = (slots.row_LBS * grid.width_L11 + slots.column_LBS).astype("int64")
+    rank_LBS = _slot_rank(slots.step_x_LBM, slots.step_y_LBM)
+    from_cell_LBS2 = paddle.stack(
+        [
+            slots.x_LBM.tile([1, 1, CELLS]) - slots.column_LBS,
+            slots.y_LBM.tile([1, 1, CELLS]) - slots.row_LBS,
+        ],
+        axis=-1,
+    )
+    levels = (x.unbind(0) for x in (cell_LBS, slots.is_positive_LBAS, rank_LBS))
+    wins = [_find_winners(*level) for level in zip(*levels, grid.cells)]
+    # Padding gets class 0, because it needs a valid index, too.
+    labels_BM = labels_BM.astype("int64") * mask_BM.astype("int64")
+    return Matches(
+        cell_LBS,
+        slots.is_positive_LBAS,
+        paddle.stack(wins),
+        paddle.concat([from_cell_LBS2, slots.wh_LBM2.tile([1, 1, CELLS, 1])], axis=-1),
+        labels_BM.tile([1, CELLS]),
+    )
+
+
+@paddle.no_grad()
+def _place_slots(
+    boxes_BM4: Tensor, mask_BM: Tensor, anchors_LA2: Tensor, grid: _Grid, threshold: float
+) -> _Slots:
+    """Finds the cells of all slots, and the positive ones.
 
     An anchor fits a box if neither width nor height differ by a factor of `threshold` or more.  A
     box belongs to the cell of its centre, and to the neighbours in x and in y that are nearer than
@@ -81,82 +129,55 @@ def match_anchors(
 
     Args:
         boxes_BM4: xyxy input pixels, zero padded.
-        labels_BM, mask_BM: int64 classes; 1 for a real box, 0 for padding.
-        anchors_A2: width, height in cells.
-        size: (height, width) of the level in cells.
-        stride: pixels per cell.
+        mask_BM: 1 for a real box, 0 for padding.
+        anchors_LA2: width, height in cells.
     """
-    slots = _place_slots(boxes_BM4, mask_BM, anchors_A2, size, stride, threshold)
-    height, width = size
-    cell_BS = (slots.row_BS * width + slots.column_BS).astype("int64")
-    rank_BS = _slot_rank(slots.step_x_BM, slots.step_y_BM)
-    from_cell_BS2 = paddle.stack(
-        [
-            slots.x_BM.tile([1, CELLS]) - slots.column_BS,
-            slots.y_BM.tile([1, CELLS]) - slots.row_BS,
-        ],
-        axis=-1,
-    )
-    # Padding gets class 0, because it needs a valid index, too.
-    labels_BM = labels_BM.astype("int64") * mask_BM.astype("int64")
-    return Matches(
-        cell_BS,
-        slots.is_positive_BAS,
-        _find_winners(cell_BS, slots.is_positive_BAS, rank_BS, height * width),
-        paddle.concat([from_cell_BS2, slots.wh_BM2.tile([1, CELLS, 1])], axis=-1),
-        labels_BM.tile([1, CELLS]),
-    )
-
-
-def _place_slots(
-    boxes_BM4: Tensor,
-    mask_BM: Tensor,
-    anchors_A2: Tensor,
-    size: tuple[int, int],
-    stride: int,
-    threshold: float,
-) -> _Slots:
-    """Finds the cells of all slots, and the positive ones.  Takes arguments of `match_anchors`."""
-    height, width = size
-    boxes_BM4 = boxes_BM4.astype("float32") / stride
-    wh_BM2 = boxes_BM4[..., 2:] - boxes_BM4[..., :2]
-    x_BM, y_BM = ((boxes_BM4[..., 2:] + boxes_BM4[..., :2]) * 0.5).unbind(-1)
-    column_BM, row_BM = x_BM.floor(), y_BM.floor()
-    step_x_BM = _neighbour_step(x_BM - column_BM, x_BM, width)
-    step_y_BM = _neighbour_step(y_BM - row_BM, y_BM, height)
-    column_BS = paddle.concat([column_BM, column_BM + step_x_BM, column_BM], axis=1)
-    row_BS = paddle.concat([row_BM, row_BM, row_BM + step_y_BM], axis=1)
+    boxes_LBM4 = boxes_BM4.astype("float32") / grid.stride_L111
+    wh_LBM2 = boxes_LBM4[..., 2:] - boxes_LBM4[..., :2]
+    x_LBM, y_LBM = ((boxes_LBM4[..., 2:] + boxes_LBM4[..., :2]) * 0.5).unbind(-1)
+    column_LBM, row_LBM = x_LBM.floor(), y_LBM.floor()
+    last_column_L11, last_row_L11 = grid.width_L11 - 1, grid.height_L11 - 1
+    step_x_LBM = _neighbour_step(x_LBM - column_LBM, x_LBM, last_column_L11)
+    step_y_LBM = _neighbour_step(y_LBM - row_LBM, y_LBM, last_row_L11)
+    column_LBS = paddle.concat([column_LBM, column_LBM + step_x_LBM, column_LBM], axis=2)
+    row_LBS = paddle.concat([row_LBM, row_LBM, row_LBM + step_y_LBM], axis=2)
     # Only a centre on the far border is outside the grid; it belongs to the last cell.
-    column_BS, row_BS = column_BS.clip(0, width - 1), row_BS.clip(0, height - 1)
-    exists_BS = paddle.concat([paddle.ones_like(x_BM), step_x_BM.abs(), step_y_BM.abs()], axis=1)
+    column_LBS = paddle.minimum(column_LBS.clip(min=0), last_column_L11)
+    row_LBS = paddle.minimum(row_LBS.clip(min=0), last_row_L11)
+    exists_LBS = paddle.concat(
+        [paddle.ones_like(x_LBM), step_x_LBM.abs(), step_y_LBM.abs()], axis=2
+    )
 
-    ratio_BAM2 = wh_BM2.unsqueeze(1) / anchors_A2.reshape([1, -1, 1, 2])
-    max_ratio_BAM = paddle.maximum(ratio_BAM2, 1.0 / ratio_BAM2).max(-1)
+    levels, anchors, _ = anchors_LA2.shape
+    ratio_LBAM2 = wh_LBM2.unsqueeze(2) / anchors_LA2.reshape([levels, 1, anchors, 1, 2])
+    max_ratio_LBAM = paddle.maximum(ratio_LBAM2, 1.0 / ratio_LBAM2).max(-1)
     mask_B1M = mask_BM.unsqueeze(1).astype("float32")
-    fits_BAM = (max_ratio_BAM < threshold).astype("float32") * mask_B1M
-    is_positive_BAS = fits_BAM.tile([1, 1, CELLS]) * exists_BS.unsqueeze(1)
-    return _Slots(x_BM, y_BM, wh_BM2, step_x_BM, step_y_BM, column_BS, row_BS, is_positive_BAS)
+    fits_LBAM = (max_ratio_LBAM < threshold).astype("float32") * mask_B1M
+    is_positive_LBAS = fits_LBAM.tile([1, 1, 1, CELLS]) * exists_LBS.unsqueeze(2)
+    return _Slots(
+        x_LBM, y_LBM, wh_LBM2, step_x_LBM, step_y_LBM, column_LBS, row_LBS, is_positive_LBAS
+    )
 
 
-def _neighbour_step(fraction_BM: Tensor, place_BM: Tensor, cells: int) -> Tensor:
+def _neighbour_step(fraction_LBM: Tensor, place_LBM: Tensor, last_L11: Tensor) -> Tensor:
     """Returns the direction to the nearer neighbour along one axis: -1, 1, or 0 for none."""
-    before_BM = (fraction_BM < 0.5) & (place_BM > 1)
-    after_BM = (fraction_BM > 0.5) & (place_BM < cells - 1)
-    return after_BM.astype("float32") - before_BM.astype("float32")
+    before_LBM = (fraction_LBM < 0.5) & (place_LBM > 1)
+    after_LBM = (fraction_LBM > 0.5) & (place_LBM < last_L11)
+    return after_LBM.astype("float32") - before_LBM.astype("float32")
 
 
-def _slot_rank(step_x_BM: Tensor, step_y_BM: Tensor) -> Tensor:
-    """Returns the order [B, S] of an image's slots, int64.
+def _slot_rank(step_x_LBM: Tensor, step_y_LBM: Tensor) -> Tensor:
+    """Returns the order [L, B, S] of an image's slots, int64.
 
     The original lists own cells, then left, upper, right and lower neighbours, in each group box by
     box, and each target overwrites the previous one, so that the last one stays.
     """
-    boxes = step_x_BM.shape[1]
-    kind_BS = paddle.concat(
-        [paddle.zeros_like(step_x_BM), 2 + step_x_BM, 3 + step_y_BM], axis=1
+    boxes = step_x_LBM.shape[2]
+    kind_LBS = paddle.concat(
+        [paddle.zeros_like(step_x_LBM), 2 + step_x_LBM, 3 + step_y_LBM], axis=2
     ).astype("int64")
     box_M = paddle.arange(boxes, dtype="int64")
-    return kind_BS * boxes + box_M.tile([CELLS]).unsqueeze(0)
+    return kind_LBS * boxes + box_M.tile([CELLS])
 
 
 def _find_winners(cell_BS: Tensor, is_positive_BAS: Tensor, rank_BS: Tensor, cells: int) -> Tensor:
@@ -233,6 +254,9 @@ class YOLOv5Loss(Loss):
         self.threshold = threshold
         self.label_smoothing = label_smoothing
         self.reference_batch = reference_batch
+        # What `local_normalizers` has found, for `forward`, with the boxes.
+        self._places = deque[tuple[Tensor, tuple[int, int], _Slots]](maxlen=_KEPT_PLACES)
+        self._grids: dict[tuple[int, int], _Grid] = {}
 
     @classmethod
     def build(
@@ -265,29 +289,37 @@ class YOLOv5Loss(Loss):
         self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
     ) -> Tensor:
         """Counts images, and matches of each level: float32 [1 + L]; see `Loss`."""
-        positives = [
-            _place_slots(boxes_BM4, mask_BM, *level, self.threshold).is_positive_BAS
-            for level in self._levels(size)
-        ]
-        return _local_normalizers(boxes_BM4.shape[0], positives)
+        slots = self._place(boxes_BM4, mask_BM, size)
+        self._places.append((boxes_BM4, size, slots))
+        return _local_normalizers(boxes_BM4.shape[0], slots.is_positive_LBAS)
+
+    def _place(self, boxes_BM4: Tensor, mask_BM: Tensor, size: tuple[int, int]) -> _Slots:
+        """Finds the slots.  Args: size: (height, width) of the input in pixels."""
+        anchors_LA2 = self.anchors_LA2.astype("float32")
+        return _place_slots(boxes_BM4, mask_BM, anchors_LA2, self._grid(size), self.threshold)
+
+    def _grid(self, size: tuple[int, int]) -> _Grid:
+        if size not in self._grids:
+            self._grids[size] = _Grid.of(self.strides, size)
+        return self._grids[size]
 
     def matches(
         self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
-    ) -> list[Matches]:
-        """Matches the objects with the anchors of every level.
+    ) -> Matches:
+        """Matches the objects with the anchors of all levels.
 
         Args: size: (height, width) of the input in pixels.
         """
-        return [
-            match_anchors(boxes_BM4, labels_BM, mask_BM, *level, self.threshold)
-            for level in self._levels(size)
-        ]
+        slots = self._take_slots(boxes_BM4, mask_BM, size)
+        return _match(slots, labels_BM, mask_BM, self._grid(size))
 
-    def _levels(self, size: tuple[int, int]) -> Iterator[tuple[Tensor, tuple[int, int], int]]:
-        """Yields anchors_A2, size in cells and stride of each level for an input of this size."""
-        for level, stride in enumerate(self.strides):
-            cells = size[0] // stride, size[1] // stride
-            yield self.anchors_LA2[level].astype("float32"), cells, stride
+    def _take_slots(self, boxes_BM4: Tensor, mask_BM: Tensor, size: tuple[int, int]) -> _Slots:
+        """Takes the slots that `local_normalizers` found for this very tensor, or finds them."""
+        for at, (placed_BM4, placed_size, slots) in enumerate(self._places):
+            if placed_BM4 is boxes_BM4 and placed_size == size:
+                del self._places[at]
+                return slots
+        return self._place(boxes_BM4, mask_BM, size)
 
     def forward(
         self,
@@ -319,24 +351,23 @@ class YOLOv5Loss(Loss):
         with paddle.amp.auto_cast(enable=False):
             maps = outputs.logits
             size = maps[0].shape[2] * self.strides[0], maps[0].shape[3] * self.strides[0]
-            levels = self.matches(boxes_BM4, labels_BM, mask_BM, size)
+            matches = self.matches(boxes_BM4, labels_BM, mask_BM, size)
             if global_normalizers is None:
-                positives = [level.is_positive_BAS for level in levels]
-                global_normalizers = _local_normalizers(boxes_BM4.shape[0], positives)
+                is_positive_LBAS = matches.is_positive_LBAS
+                global_normalizers = _local_normalizers(boxes_BM4.shape[0], is_positive_LBAS)
             divisor = global_normalizers.clip(min=1.0).detach()
-            weights = LEVEL_WEIGHTS[len(self.strides)]
-            terms = []
-            for level, (logits, matches) in enumerate(zip(maps, levels)):
-                box, objectness, classes = self._score(
-                    logits, matches, self.anchors_LA2[level].astype("float32")
-                )
-                per_match = 1.0 / divisor[1 + level]
-                cells = self.anchors_LA2.shape[1] * logits.shape[2] * logits.shape[3]
-                per_cell = weights[level] / (divisor[0] * cells)
-                per_class = per_match / self.num_classes
-                terms.append(
-                    paddle.stack([box * per_match, objectness * per_cell, classes * per_class])
-                )
+            sums_3L = self._score(maps, matches)
+            per_match_L = 1.0 / divisor[1:]
+            per_cell_L = paddle.stack(
+                [
+                    weight / (divisor[0] * (self.anchors_LA2.shape[1] * cells))
+                    for weight, cells in zip(
+                        LEVEL_WEIGHTS[len(self.strides)], self._grid(size).cells
+                    )
+                ]
+            )
+            factors = [per_match_L, per_cell_L, per_match_L / self.num_classes]
+            terms = (sums_3L * paddle.stack(factors)).unbind(1)
             box, objectness, classes = paddle.add_n(terms).unbind(0)
             parts = {
                 "loss_box": box * self.gains.box,
@@ -401,9 +432,9 @@ class YOLOv5Loss(Loss):
                         / paddle.stack([images, matches])
                     )
                 if teaching.boxes:
-                    anchors_A2 = self.anchors_LA2[level].astype("float32")
-                    pred_BAN4 = _decode(student_BAKN[:, :, :4], anchors_A2)
-                    target_BAN4 = _decode(teacher_BAKN[:, :, :4], anchors_A2)
+                    anchors_A12 = self.anchors_LA2[level].astype("float32").unsqueeze(1)
+                    pred_BAN4 = _decode(student_BAKN[:, :, :4], anchors_A12)
+                    target_BAN4 = _decode(teacher_BAKN[:, :, :4], anchors_A12)
                     giou_BAN = aligned_giou(pred_BAN4, target_BAN4.detach())
                     boxes.append(((1.0 - giou_BAN) * weight_BAN).sum())
             if term := teaching.logits:
@@ -437,42 +468,52 @@ class YOLOv5Loss(Loss):
         classes = (kl_BAKN[:, :, 1:].sum(2) * weight_BAN).sum()
         return paddle.stack([objectness, classes * (self.gains.classes / self.num_classes)])
 
-    def _score(
-        self, logits: Tensor, matches: Matches, anchors_A2: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums 1 - CIoU, objectness and class losses of a level."""
-        batch = logits.shape[0]
-        logits_BAKN = self._predictions(logits)
-        index_B11S = matches.cell_BS.reshape([batch, 1, 1, -1])
-        slot_logits_BAKS = paddle.take_along_axis(logits_BAKN, index_B11S, axis=3)
+    def _score(self, maps: Sequence[Tensor], matches: Matches) -> Tensor:
+        """Sums 1 - CIoU, objectness and class losses of each level, [3, L]."""
+        slot_logits, negatives = [], []
+        for logits, cell_BS in zip(maps, matches.cell_LBS.unbind(0)):
+            logits_BAKN = self._predictions(logits)
+            index_B11S = cell_BS.reshape([cell_BS.shape[0], 1, 1, -1])
+            slot_logits.append(paddle.take_along_axis(logits_BAKN, index_B11S, axis=3))
+            negatives.append(F.softplus(logits_BAKN[:, :, 4]).sum())
+        slot_logits_LBAKS = paddle.stack(slot_logits)
 
-        boxes_BAS4 = _decode(slot_logits_BAKS[:, :, :4], anchors_A2)
-        target_B1S4 = cxcywh_to_xyxy(matches.target_BS4).unsqueeze(1)
-        ciou_BAS = aligned_ciou(boxes_BAS4, target_B1S4)
-        box = ((1.0 - ciou_BAS) * matches.is_positive_BAS).sum()
+        levels, anchors, _ = self.anchors_LA2.shape
+        anchors_L1A12 = self.anchors_LA2.astype("float32").reshape([levels, 1, anchors, 1, 2])
+        boxes_LBAS4 = _decode(slot_logits_LBAKS[:, :, :, :4], anchors_L1A12)
+        target_LB1S4 = cxcywh_to_xyxy(matches.target_LBS4).unsqueeze(2)
+        ciou_LBAS = aligned_ciou(boxes_LBAS4, target_LB1S4)
+        boxes = _sum_levels((1.0 - ciou_LBAS) * matches.is_positive_LBAS)
 
         # BCE(x, t) = softplus(x) - t x, and t is 0 except at the winning slots.
-        target_BAS = ciou_BAS.detach().clip(min=0.0) * matches.wins_BAS
-        negative = F.softplus(logits_BAKN[:, :, 4]).sum()
-        objectness = negative - (target_BAS * slot_logits_BAKS[:, :, 4]).sum()
+        target_LBAS = ciou_LBAS.detach().clip(min=0.0) * matches.wins_LBAS
+        positives = _sum_levels(target_LBAS * slot_logits_LBAKS[:, :, :, 4])
+        objects = [negative - positive for negative, positive in zip(negatives, positives)]
 
-        class_BACS = slot_logits_BAKS[:, :, 5:]
-        label_B11S = matches.label_BS.reshape([batch, 1, 1, -1])
-        label_logit_BAS = paddle.take_along_axis(class_BACS, label_B11S, axis=2).squeeze(2)
+        class_LBACS = slot_logits_LBAKS[:, :, :, 5:]
+        label_LB11S = matches.label_BS.unsqueeze([1, 2]).expand([levels, -1, 1, 1, -1])
+        label_logit_LBAS = paddle.take_along_axis(class_LBACS, label_LB11S, axis=3).squeeze(3)
         # Targets of the object's class and of the other classes.
         yes, no = 1.0 - 0.5 * self.label_smoothing, 0.5 * self.label_smoothing
-        bce_BAS = (F.softplus(class_BACS) - no * class_BACS).sum(2) - (yes - no) * label_logit_BAS
-        return box, objectness, (bce_BAS * matches.is_positive_BAS).sum()
+        bce_LBAS = (F.softplus(class_LBACS) - no * class_LBACS).sum(3)
+        bce_LBAS = bce_LBAS - (yes - no) * label_logit_LBAS
+        classes = _sum_levels(bce_LBAS * matches.is_positive_LBAS)
+        return paddle.stack([*boxes, *objects, *classes]).reshape([3, levels])
 
 
-def _local_normalizers(images: int, positives: list[Tensor]) -> Tensor:
-    """Stacks the number of images and of matches on each level."""
-    matches = [is_positive_BAS.sum() for is_positive_BAS in positives]
-    return paddle.stack([paddle.full([], float(images)), *matches])
+def _sum_levels(values_LBAS: Tensor) -> list[Tensor]:
+    """Sums each level by itself: in one operator, sums would round in another order."""
+    return [values_BAS.sum() for values_BAS in values_LBAS.unbind(0)]
 
 
-def _decode(logits_BA4S: Tensor, anchors_A2: Tensor) -> Tensor:
-    """Decodes boxes [B, A, S, 4], xyxy in cells."""
-    doubled = F.sigmoid(logits_BA4S).transpose([0, 1, 3, 2]) * 2.0
-    wh = doubled[..., 2:].square() * anchors_A2.reshape([1, -1, 1, 2])
+def _local_normalizers(images: int, is_positive_LBAS: Tensor) -> Tensor:
+    """Returns the number of images and of matches on each level, [1 + L]."""
+    matches_L = is_positive_LBAS.sum([1, 2, 3])
+    return paddle.concat([paddle.full([1], float(images)), matches_L])
+
+
+def _decode(logits_XA4S: Tensor, anchors_XA12: Tensor) -> Tensor:
+    """Decodes boxes [X, A, S, 4], xyxy in cells; X are any number of axes."""
+    doubled = F.sigmoid(logits_XA4S).swapaxes(-1, -2) * 2.0
+    wh = doubled[..., 2:].square() * anchors_XA12
     return cxcywh_to_xyxy(paddle.concat([doubled[..., :2] - 0.5, wh], axis=-1))

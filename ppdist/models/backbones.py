@@ -137,7 +137,10 @@ class CSPDarknet(Backbone):
         features = [self.stem(images_B3HW)]
         for level in self.levels:
             down, stage = getattr(self, f"down{level}"), getattr(self, f"stage{level}")
-            features.append(stage(down(features[-1])))
+            x = features[-1]
+            if level > self.first:  # the neck reads it, too
+                features[-1], x = functional.share(x, 2)
+            features.append(stage(down(x)))
         if self.sppf is not None:
             features[-1] = self.sppf(features[-1])
         return features[self.first - 1 :]

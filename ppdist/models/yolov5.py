@@ -79,12 +79,13 @@ class YOLOv5Neck(nn.Layer):
         x = features[-1]
         reduced = []
         for level in reversed(self.levels[1:]):
-            x = getattr(self, f"reduce{level}")(x)
-            reduced.append(x)
+            x, lateral = functional.share(getattr(self, f"reduce{level}")(x), 2)
+            reduced.append(lateral)
             x = functional.concat([functional.upsample2x(x), features[level - 4]], axis=1)
             x = getattr(self, f"topdown{level - 1}")(x)
         results = [x]
         for level, lateral in zip(self.levels[1:], reversed(reduced)):
+            results[-1], x = functional.share(x, 2)
             x = functional.concat([getattr(self, f"down{level}")(x), lateral], axis=1)
             x = getattr(self, f"bottomup{level}")(x)
             results.append(x)

@@ -9,7 +9,7 @@ import pytest
 from ppdist.config.loss import YOLOv5LossConfig
 from ppdist.config.model import YOLOv5Config
 from ppdist.losses.base import LossOutput
-from ppdist.losses.yolov5 import YOLOv5Loss, match_anchors
+from ppdist.losses.yolov5 import YOLOv5Loss
 from ppdist.models.outputs import YOLOv5Outputs
 from ppdist.models.yolov5 import YOLOv5
 from tests.unit.losses.cases import CLASSES, numbers, yolov5_loss, yolov5_outputs
@@ -60,25 +60,19 @@ def test_box_assigned_to_cell_and_nearer_neighbours(
     box: list[float], cells: set[tuple[int, int]]
 ) -> None:
     arrays = [np.float32([[box]]), np.int64([[0]]), np.float32([[1]])]
-    match = yolov5_loss().matches(*[paddle.to_tensor(a) for a in arrays], SIZE)[0]
-    taken = match.is_positive_BAS.numpy()[0].any(axis=0)
-    rows, columns = np.divmod(match.cell_BS.numpy()[0][taken], SIZE[1] // 8)
+    match = yolov5_loss().matches(*[paddle.to_tensor(a) for a in arrays], SIZE)
+    taken = match.is_positive_LBAS.numpy()[0, 0].any(axis=0)
+    rows, columns = np.divmod(match.cell_LBS.numpy()[0, 0][taken], SIZE[1] // 8)
     assert sorted(zip(rows.tolist(), columns.tolist())) == sorted(cells)  # each once
 
 
 @pytest.mark.parametrize(("side", "fits"), [(31.9, True), (32.0, False), (33.0, False)])
 def test_an_anchor_does_not_fit_from_the_threshold_on(side: float, fits: bool) -> None:
     box = [[40 - side / 2, 28.0, 40 + side / 2, 36.0]]  # 8 pixels high
-    taken = match_anchors(
-        paddle.to_tensor([box], "float32"),
-        paddle.zeros([1, 1], "int64"),
-        paddle.ones([1, 1]),
-        paddle.to_tensor([[1.0, 1.0]]),  # 8 x 8 pixels
-        (8, 12),
-        8,
-        4.0,
-    ).is_positive_BAS
-    assert bool(taken.any()) == fits
+    loss = yolov5_loss()
+    loss.anchors_LA2 = paddle.ones([3, 1, 2])  # 8 x 8 pixels on the first level
+    targets = paddle.to_tensor([box], "float32"), paddle.zeros([1, 1], "int64"), paddle.ones([1, 1])
+    assert bool(loss.local_normalizers(*targets, SIZE)[1] > 0) == fits
 
 
 def test_gains_follow_image_size_classes_and_levels() -> None:
