@@ -52,13 +52,14 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     target = read_bound(arguments.at_least)
-    from ppdist.common.files import make_folder, make_parent, write_json
-    from ppdist.common.records import next_commands, step_of
-    from ppdist.data.datasets.build import has_objects
-    from ppdist.distributed import comm
-    from ppdist.engine.run import prepare_evaluation
-    from ppdist.metrics.analysis import analyse
-    from ppdist.models.model_card import read_card_or_warn
+    with process.importing():
+        from ppdist.common.files import make_folder, make_parent, write_json
+        from ppdist.common.records import next_commands, step_of
+        from ppdist.data.datasets.build import has_objects
+        from ppdist.distributed import comm
+        from ppdist.engine.run import prepare_evaluation
+        from ppdist.metrics.analysis import analyse
+        from ppdist.models.model_card import read_card_or_warn
 
     config = config_for(arguments)
     comm.init(config.device, config.distributed)

@@ -13,7 +13,6 @@ Everything else is decided, shown, and written to the output_dir as a configurat
 """
 
 import argparse
-import gc
 import logging
 import re
 import shlex
@@ -35,7 +34,7 @@ from ppdist.common.arguments import at_least
 from ppdist.common.errors import ConfigError
 from ppdist.common.job import launched_rank, launched_ranks
 from ppdist.common.limits import require_limits
-from ppdist.common.process import say
+from ppdist.common.process import importing, say
 from ppdist.common.signals import hold_signals
 
 if TYPE_CHECKING:
@@ -228,14 +227,12 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     """
     hold_signals()  # the entry points have already done so
     require_limits()
-    gc.disable()  # during imports, whose objects live as long as the process
-    from ppdist.engine.continuation import Continuation
-    from ppdist.engine.recipe import TrainOptions
-    from ppdist.engine.run import localise, plan_training, run_training
-    from ppdist.engine.stopping import until_first_step
+    with importing():
+        from ppdist.engine.continuation import Continuation
+        from ppdist.engine.recipe import TrainOptions
+        from ppdist.engine.run import localise, plan_training, run_training
+        from ppdist.engine.stopping import until_first_step
 
-    gc.freeze()
-    gc.enable()
     until_first_step()
     size = arguments.image_size
     plan = plan_training(

@@ -5,6 +5,7 @@ Exit codes: 0 done; 2 the user's input is wrong (one message, no traceback); 1 a
 line.
 """
 
+import gc
 import importlib.util
 import io
 import json
@@ -98,6 +99,20 @@ def require_paddle() -> None:
     quiet_paddle()
     if "paddle" not in sys.modules and importlib.util.find_spec("paddle") is None:
         raise _paddle_missing()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Imports without garbage collections: what is imported lives as long as the process.
+
+    Afterwards no collection looks at it.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _paddle_missing() -> UserError:

@@ -40,6 +40,7 @@ _ON_CPU = {  # backends that `auto` tries on a CPU for each number format, the f
 _CHECKED_OPENVINO = {"float32": "openvino", "int8": "openvino_int8"}  # sections of infer.yml
 _GPU_MEMORY_MB = 256  # memory that Paddle reserves at the start
 _MOST_SHAPES = 16  # most compiled models that are kept in OpenVINO, one per input shape
+_COMPARED_AT_ONCE = 64  # boxes
 USUAL_THRESHOLD = 0.25  # confidence threshold, if no evaluation set one
 Backend = Literal["auto", "paddle", "onnx", "openvino"]
 
@@ -372,25 +373,38 @@ def _select_boxes(
 
     The predictions are sorted by group, best first; one suppresses those of its group.
     """
-    x1_P, y1_P, x2_P, y2_P = np.ascontiguousarray(boxes_P4.T)
+    corners_4P = np.ascontiguousarray(boxes_P4.T)
+    x1_P, y1_P, x2_P, y2_P = corners_4P
     area_P = np.maximum(x2_P - x1_P, 0) * np.maximum(y2_P - y1_P, 0)
-    ends_P = np.searchsorted(groups_P, groups_P, side="right")
-    suppressed_P = np.zeros(len(groups_P), bool)
+
+    def suppress_KS(by_S: np.ndarray, others_K: np.ndarray) -> np.ndarray:
+        x1_S, y1_S, x2_S, y2_S = corners_4P[:, by_S]
+        x1_K1, y1_K1, x2_K1, y2_K1 = corners_4P[:, others_K, None]
+        width_KS = np.minimum(x2_K1, x2_S) - np.maximum(x1_K1, x1_S)
+        height_KS = np.minimum(y2_K1, y2_S) - np.maximum(y1_K1, y1_S)
+        intersection_KS = width_KS * height_KS
+        iou_KS = intersection_KS / (area_P[by_S] + area_P[others_K, None] - intersection_KS)
+        # Two boxes with zero area at the same position have no IoU; one of them is dropped.
+        stays_KS = (iou_KS <= threshold) | (width_KS < 0) | (height_KS < 0)
+        return ~stays_KS & (groups_P[others_K, None] == groups_P[by_S])
+
+    # Of many thousands, the best are compared with those that are selected already, and among
+    # themselves, until enough are selected: most are never looked at.
+    best_first_P = np.argsort(-scores_P, kind="stable")
     selected: list[int] = []
     with np.errstate(invalid="ignore", divide="ignore"):
-        for best in np.argsort(-scores_P, kind="stable").tolist():
-            if suppressed_P[best]:
-                continue
-            selected.append(best)
-            if len(selected) == max_detections:
-                break
-            worse = slice(best + 1, ends_P[best])
-            width = np.minimum(x2_P[worse], x2_P[best]) - np.maximum(x1_P[worse], x1_P[best])
-            height = np.minimum(y2_P[worse], y2_P[best]) - np.maximum(y1_P[worse], y1_P[best])
-            intersection = width * height
-            iou = intersection / (area_P[best] + area_P[worse] - intersection)
-            # Two boxes with zero area at the same position have no IoU; one of them is dropped.
-            suppressed_P[worse] |= ~((iou <= threshold) | (width < 0) | (height < 0))
+        for first in range(0, len(best_first_P), _COMPARED_AT_ONCE):
+            block_K = best_first_P[first : first + _COMPARED_AT_ONCE]
+            if selected:
+                block_K = block_K[~suppress_KS(np.array(selected), block_K).any(axis=1)]
+            suppressed_K, drops_KK = np.zeros(len(block_K), bool), suppress_KS(block_K, block_K)
+            for at, prediction in enumerate(block_K.tolist()):
+                if suppressed_K[at]:
+                    continue
+                selected.append(prediction)
+                if len(selected) == max_detections:
+                    return selected
+                suppressed_K |= drops_KK[:, at]
     return selected
 
 
