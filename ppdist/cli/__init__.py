@@ -46,12 +46,19 @@ COMMANDS = {
 # Each of these commands writes one result; under fleetrun all ranks would write it at once.
 _ONE_PROCESS = {"predict", "export", "convert", "data", "config", "report", "plan"}
 # What other trainers call our commands.
-_NAMES_ELSEWHERE = {"val": ["eval"], "infer": ["predict"], "detect": ["predict"], "test": ["eval"]}
-# Commands of earlier versions, and what to use instead.
-_REMOVED = {"completion": "leave its line out of what your shell reads at its start"}
-_ULTRALYTICS = ("yolo", "detect", "classify")
+_NAMES_ELSEWHERE = {
+    **{"val": "eval", "test": "eval", "infer": "predict", "track": "predict", "checks": "doctor"},
+    **{"detect": "predict", "classify": "predict"},  # alone, as detect.py of YOLOv5
+}
+# Commands of earlier versions and of other trainers, and what to know instead.
+_REMOVED = {
+    "completion": "leave its line out of what your shell reads at its start",
+    **dict.fromkeys(("segment", "pose", "obb"), "ppdist finds boxes and classifies whole images"),
+}
+_TASKS_ELSEWHERE = ("yolo", "detect", "classify")  # before the command: `yolo detect train`
 CLONE = Path(__file__).resolve().parents[2]
 _PROGRAM = "ppdist {}"  # what --help calls a command that no script of tools/ has started
+_typed_command: list[str] = []  # words of another trainer in place of the command
 _typed_data: list[str] = []  # the words that name the data: DATA, or -c and what goes with it
 
 
@@ -117,25 +124,36 @@ def main() -> NoReturn:
         print(version())
         sys.exit(0)
     if words[0] not in COMMANDS:
-        # `yolo detect train data=...` of ultralytics: the command is a word or two later.
-        command = next(
-            (word for word in words[1:3] if words[0] in _ULTRALYTICS and word in COMMANDS), ""
-        )
-        suggestions = [
-            *filter(None, [command]),
-            *_NAMES_ELSEWHERE.get(words[0], []),
-            *difflib.get_close_matches(words[0], COMMANDS),
-        ]
+        command, rest = _command_elsewhere(words)
+        if rest and command:
+            _typed_command[:] = itertools.takewhile(lambda word: word != rest[0], words)
+            sys.argv = [_PROGRAM.format(command), *rest]
+            run(command)  # ends with what to type
+        suggestions = [*filter(None, [command]), *difflib.get_close_matches(words[0], COMMANDS)]
         hint = (
             f"did you mean ppdist {suggestions[0]}?"
             if suggestions
             else f"expected {', '.join(COMMANDS)}"
         )
-        hint = _REMOVED.get(words[0], hint)
+        hint = next((_REMOVED[word] for word in words[:2] if word in _REMOVED), hint)
         process.say(f"ppdist: error: there is no command {words[0]!r}; {hint}")
         sys.exit(2)
     sys.argv = [_PROGRAM.format(words[0]), *words[1:]]
     run(words[0])
+
+
+def _command_elsewhere(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Finds our command in `yolo detect train data=...`; returns it, or "", and what follows it."""
+    tasks = [*itertools.takewhile(lambda word: word in _TASKS_ELSEWHERE, words)]
+    following = words[len(tasks) : len(tasks) + 1]
+    for word in following:
+        command = word if word in COMMANDS else _NAMES_ELSEWHERE.get(word, "")
+        if command:
+            track = ["--track"] if word == "track" else []
+            return command, [*words[len(tasks) + 1 :], *track]
+    if tasks and tasks != ["yolo"]:
+        return _NAMES_ELSEWHERE[tasks[-1]], [*words[len(tasks) :]]
+    return "", []
 
 
 class Parser(argparse.ArgumentParser):
@@ -153,6 +171,9 @@ class Parser(argparse.ArgumentParser):
         return super().add_subparsers(**{"parser_class": below, **kwargs})
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        if _typed_command:
+            self._answer(self._options() - self._own_options())
+            self.error(f"there is no command {' '.join(_typed_command)!r}")
         leading = itertools.takewhile(lambda word: word[:1] != "-", sys.argv[1:])
         if "=" in "".join(leading) or "--source" in sys.argv:
             self._answer(())  # `model=yolov5n.pt data=...`, which DATA or --source would take
@@ -160,8 +181,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         _, unrecognized, words = message.partition("unrecognized arguments: ")
-        options = {word.partition("=")[0] for word in sys.argv[1:] if word[:1] == "-"}
-        own_options = {*re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", self.format_help())}
+        options, own_options = self._options(), self._own_options()
         words_and_options = {
             spelling for word in words.split() for spelling in (word, word.partition("=")[0])
         }
@@ -189,13 +209,20 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
     @staticmethod
+    def _options() -> set[str]:
+        return {word.partition("=")[0] for word in sys.argv[1:] if word[:1] == "-"}
+
+    def _own_options(self) -> set[str]:
+        return {*re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", self.format_help())}
+
+    @staticmethod
     def _is_example(line: str) -> bool:
         return line.startswith(("ppdist ", "fleetrun "))
 
     def _answer(self, unknown: Container[str]) -> None:
         from ppdist.config.migration import refuse_options
 
-        refuse_options(self._command, sys.argv[1:], unknown)
+        refuse_options(self._command, sys.argv[1:], unknown, " ".join(_typed_command))
 
 
 def make_parser(command: str, text: str | None) -> Parser:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from itertools import takewhile
 from pathlib import Path, PurePath
@@ -50,10 +50,13 @@ class Equivalent(NamedTuple):
         translated = _as_list(self._translate(value))
         return self._answer(f"{self.key}{sign}{translated}" if translated else self.key, value)
 
-    def on_command_line(self, command: str, value: str) -> str:
-        """Returns what to write after `ppdist COMMAND`."""
+    def on_command_line(self, command: str, value: str, *, with_config: bool = False) -> str:
+        """Returns what to write after `ppdist COMMAND`.
+
+        Args: with_config: -c is there, beside which the options of DATA are keys.
+        """
         translated = self._translate(value)
-        if command == "train" and self.option:
+        if command == "train" and self.option and not (with_config and self.key):
             return self._answer(self.option.replace("{}", _as_words(translated)).rstrip(), value)
         says_what_to_type = not self.key and "`" in self.note
         if command != "train" and (self.key.startswith(_OF_TRAINING) or says_what_to_type):
@@ -136,6 +139,11 @@ def table() -> Table:
     return Table(keys, words, content["commands"], content["python"])
 
 
+# Names, without .yaml, of the data files in the ultralytics package.
+SETS_BY_NAME = (
+    *("coco", "coco8", "coco128", "voc", "objects365", "lvis", "visdrone", "xview", "sku-110k"),
+    *("argoverse", "globalwheat2020", "open-images-v7"),
+)
 _NOT_RESUMED = (".pt", ".pth", ".pdparams", ".onnx")
 
 
@@ -183,49 +191,72 @@ class _Word(NamedTuple):
     is_item: bool
 
 
-def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) -> None:
+def refuse_options(
+    command: str, words: Sequence[str], unknown: Container[str], typed_command: str = ""
+) -> None:
     """Refuses words of other trainers on our command line, with what to write for each.
+
+    The answer to several words is the whole command, where each of them has an equivalent.
 
     Args:
         words: the command line after the command.
         unknown: options, with their dashes, that the command does not have.
+        typed_command: what was typed in place of `command`, such as `yolo detect val`.
     Raises: ConfigError: there are such words.
     """
-    foreign_words: list[_Word] = []
+    parts = _join_folder([*_split(command, words, unknown)])
+    with_config = not {"-c", "--config"}.isdisjoint(words)
+    answers = {
+        part: _answer(command, part.name, part.value, item=part.is_item, with_config=with_config)
+        for part in parts
+        if isinstance(part, _Word)
+    }
+    lines = [f"{part.typed}: {answer}" for part, answer in answers.items() if answer]
+    if len(lines) > 1 or typed_command:
+        written, remarks = _translate_line(command, parts, answers)
+        if written:
+            what = "a command of another trainer" if typed_command else "options of other trainers"
+            raise ConfigError(
+                "\n  ".join([what, *remarks, f"write `{written}`"]),
+                code="foreign_option",
+                where=typed_command,
+            )
+    if lines:
+        raise ConfigError("\n  ".join(lines), code="foreign_option")
+
+
+def _split(command: str, words: Sequence[str], unknown: Container[str]) -> Iterator["_Word | str"]:
+    """Splits a command line into our words and, with their values, those that may be foreign."""
     after_override = False
     # Until one of our options comes that takes name=value; also after the one that takes files.
     may_be_foreign = True
+    values: list[str] = []  # of a foreign option, still to come
     for at, word in enumerate(words):
+        if values:
+            values.pop()
+            continue
         name, equals, value = word.partition("=")
         if word.startswith("-"):
             may_be_foreign, after_override = name == _OPTION_OF_FILES, word in ("-o", "--override")
             if not equals:
                 value = _option_value(words[at + 1 :])
             foreign = name in unknown or is_weights_as_model(command, name[2:], value)
+            values = value.split(",") if foreign and not equals and value else []
         else:
-            foreign = bool(equals) and not after_override and (may_be_foreign or word in unknown)
+            has_equals = bool(equals) or word == "resume"  # `yolo train resume model=last.pt`
+            foreign = has_equals and not after_override and (may_be_foreign or word in unknown)
             foreign = foreign and not os.path.exists(word)
         name = name.lstrip("-").replace("-", "_")
         item = after_override and bool(equals)
         if foreign or item:
-            typed = word if equals else f"{word} {value}".strip()
-            foreign_words.append(_Word(typed, name, value, item))
-    lines = [
-        f"{foreign_word.typed}: {answer}"
-        for foreign_word in _join_folder(foreign_words)
-        if (
-            answer := _answer(
-                command, foreign_word.name, foreign_word.value, item=foreign_word.is_item
-            )
-        )
-    ]
-    if lines:
-        raise ConfigError("\n  ".join(lines), code="foreign_option")
+            yield _Word(word if equals else f"{word} {value}".strip(), name, value, item)
+        elif not after_override or word not in ("-o", "--override"):
+            yield word
 
 
-def _join_folder(words: list[_Word]) -> list[_Word]:
+def _join_folder(words: list["_Word | str"]) -> list["_Word | str"]:
     """Joins `project` and `name` of ultralytics, which are two parts of one folder."""
-    parts = {word.name: word for word in words if not word.is_item}
+    parts = {word.name: word for word in words if isinstance(word, _Word) and not word.is_item}
     if not {"project", "name"} <= {*parts}:
         return words
     project, name = parts["project"], parts["name"]
@@ -242,10 +273,12 @@ def _option_value(words: Sequence[str]) -> str:
     return "" if re.match(r"-(?![\d.])", words[0]) else words[0]
 
 
-def _answer(command: str, name: str, value: str, *, item: bool) -> str:
+def _answer(command: str, name: str, value: str, *, item: bool, with_config: bool = False) -> str:
     """Says what to write instead of a word; "" if no trainer has it.
 
-    Args: item: the word follows -o, where only words that are no configuration keys are answered.
+    Args:
+        item: the word follows -o, where only words that are no configuration keys are answered.
+        with_config: -c is on the command line.
     """
     for owner, texts in table().commands.get(command, {}).items():
         if name in texts and (not item or owner == PADDLE):
@@ -254,9 +287,139 @@ def _answer(command: str, name: str, value: str, *, item: bool) -> str:
     if item or equivalent is None:
         return ""
     advice = _explain_model(value) if command == "train" and name == "model" else ""
-    return (
-        f"an option of {equivalent.owner}; {advice or equivalent.on_command_line(command, value)}"
-    )
+    advice = advice or equivalent.on_command_line(command, value, with_config=with_config)
+    return f"an option of {equivalent.owner}; {advice}"
+
+
+_PLAIN = ("imgsz", "img", "img_size", "project", "weights")  # which need no remark on a whole line
+_SIZED = re.compile(r"yolo(?:v?\d+)?-?([nsmlx])u?", re.I)  # a YOLO of any version, and its size
+# Of each group, one option is on a whole command line.
+_NEEDED = {
+    "train": (),
+    "eval": (("-w", "--weights"),),
+    "predict": (("-w", "--weights", "--model"), ("--source",)),
+    "export": (("-w", "--weights"),),
+}  # fmt: skip
+
+
+def _translate_line(
+    command: str, parts: Iterable["_Word | str"], answers: Mapping["_Word", str]
+) -> tuple[str, list[str]]:
+    """Writes a whole command line in our words; "" where a word has no equivalent.
+
+    Returns: the line; remarks on its words.
+    """
+    launcher: list[str] = []
+    data: list[str] = []
+    options: list[str] = []
+    items: list[str] = []
+    remarks: list[str] = []
+    for part in parts:
+        if isinstance(part, str):
+            options.append(part)
+            continue
+        answer = answers[part]
+        if not answer:
+            (items if part.is_item else options).append(_our_item(part.typed))
+            continue
+        if part.name == "data" and command in ("train", "eval"):
+            folder = _folder_of_set(part.value)
+            data.append(folder)
+            if folder == "FOLDER":
+                remarks.append(f"{part.typed}: ppdist fetches no data; FOLDER has the images")
+            continue
+        if part.name in ("model", "cfg") and command == "train":
+            written, remark = _translate_model(part.value)
+        else:
+            written, remark = _words_of(answer)
+        if written is None:
+            return "", []
+        if remark and part.name not in _PLAIN:
+            remarks.append(f"{part.typed}: {remark}")
+        if written[:1] == ["fleetrun"]:
+            launcher = written
+        elif written[:1] == ["-o"]:
+            items += written[1:]
+        else:
+            options += [*written[:1], *map(_published, written[1:])]
+    return _join_line(command, launcher, data, options, items), remarks
+
+
+def _join_line(
+    command: str, launcher: list[str], data: list[str], options: list[str], items: list[str]
+) -> str:
+    """Joins the parts of a command line; "" if the command needs more than they are."""
+    needed = _NEEDED.get(command)
+    if needed is None or any({*group}.isdisjoint(options) for group in needed):
+        return ""
+    if command == "train" and {"-c", "--config", "--resume"}.isdisjoint(options):
+        if not data and (not options or options[0].startswith("-")):
+            return ""
+        at = options.index("--weights") + 1 if "--weights" in options[:-1] else 0
+        if "--model" not in options:
+            options += ["--model", model_of_weights(options[at] if at else "")]
+        if at:
+            options[at] = _published(options[at])
+    override = ["-o", *items] if items else []
+    return shlex.join([*launcher, "ppdist", command, *data, *options, *override])
+
+
+def _words_of(answer: str) -> tuple[list[str] | None, str]:
+    """Reads the words that an answer tells to write, and its remark; None: it names none."""
+    _, _, advice = answer.partition("; ")
+    if advice.startswith("leave it out"):
+        return [], advice
+    found = re.match(r"write `(?:DATA )?((?:-|fleetrun )[^`]*)`(?: \((.*)\))?", advice)
+    if not found:
+        return None, ""
+    launcher, is_launched, _ = found[1].partition(" ppdist ")
+    words = shlex.split(launcher if is_launched else found[1])
+    is_open = any(re.fullmatch(r"[A-Z]+|.*\.\.\.", word) for word in words)
+    return (None if is_open else words), found[2] or ""
+
+
+def _translate_model(value: str) -> tuple[list[str] | None, str]:
+    """Translates `model=yolov8n.pt`: our words and, for a model that is not here, a remark."""
+    words, remark = _words_of(f"; {_explain_model(value)}")
+    path = PurePath(value)
+    if words is None and (sized := _SIZED.fullmatch(path.stem)):
+        name = f"yolov5{sized[1].lower()}"
+        start = ["--weights", f"{name}_coco"] if path.suffix == ".pt" else []
+        remark = f"{path.stem} is not here, {name} is (others: `ppdist config list`)"
+        return ["--model", name, *start], remark
+    if words and len(words) == 4 and Path(value).is_file():
+        words[3] = value
+    return words, remark
+
+
+def model_of_weights(weights: str) -> str:
+    """Returns the recipe that the name of weights names; else one to begin with."""
+    words, _ = _translate_model(re.sub("_(coco|imagenet)$", "", weights))
+    return words[1] if words else "yolov5n"
+
+
+def _our_item(item: str) -> str:
+    """Translates an item of -o; returns one that no trainer has unchanged."""
+    key, _, value = item.partition("=")
+    equivalent = table().keys.get(key)
+    written = re.match("write `([^`]+)`", equivalent.in_config(value, "=")) if equivalent else None
+    return written[1] if written else item
+
+
+def _published(value: str) -> str:
+    """Returns the name of published weights for a file such as yolov5n.pt that is not there."""
+    name = value.removesuffix(".pt")
+    is_missing = value.endswith(".pt") and not os.path.exists(value)
+    return f"{name}_coco" if is_missing and find_config(name) != name else value
+
+
+def _folder_of_set(data: str) -> str:
+    """Finds the folder of a set that ultralytics fetches by name; "FOLDER" if it is not there."""
+    stem = PurePath(data).stem
+    if os.path.exists(data) or stem.lower() not in SETS_BY_NAME:
+        return data
+    places = (f"datasets/{stem}", f"../datasets/{stem}", stem)
+    return next(filter(os.path.isdir, places), "FOLDER")
 
 
 class ForeignName(ConfigError, AttributeError):

@@ -22,7 +22,7 @@ from ppdist.common.addresses import is_remote
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.machine import suggest_path
 from ppdist.config.data import DataConfig, SplitConfig
-from ppdist.config.migration import is_data_yaml
+from ppdist.config.migration import SETS_BY_NAME, is_data_yaml
 from ppdist.config.section import Task
 from ppdist.config.yaml import Node, Reader, describe_value, problems_error
 from ppdist.data.datasets.annotations import (
@@ -99,13 +99,6 @@ class Layout:
         }  # fmt: skip
 
 
-# Names, without .yaml, of the data files in the ultralytics package.
-_ULTRALYTICS_SETS = (
-    *("coco", "coco8", "coco128", "voc", "objects365", "lvis", "visdrone", "xview", "sku-110k"),
-    *("argoverse", "globalwheat2020", "open-images-v7"),
-)
-
-
 def is_layout(path: str | Path) -> bool:
     """Returns True if a path is a data set, not a configuration."""
     path = Path(path)
@@ -180,7 +173,7 @@ def _detect_layout(path: Path, source: str) -> Layout:
         message = f"is neither a folder nor a data.yaml (looked in {Path.cwd()})"
         packed = path.is_file() and path.suffix.lower() in _ARCHIVES
         fix = "unpack it, then give the folder" if packed else _KINDS
-        if path.stem.lower() in _ULTRALYTICS_SETS:
+        if path.stem.lower() in SETS_BY_NAME:
             fix = (
                 f"{path.name} comes with ultralytics, which fetches its images; ppdist fetches "
                 "none: `ppdist train FOLDER --model yolov5n` takes the folder that has them"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ppdist import cli
 from ppdist.cli import load_main
 from ppdist.cli.train import parse
 from ppdist.common.errors import ConfigError
@@ -13,6 +14,7 @@ from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.config.migration import refuse_options, table
 from ppdist.config.schema import all_keys
 from tests.errors import raises
+from tests.typed import Typed, check
 
 OURS = "data: {root: x, train: {}, val: {}}\nmodel: {name: yolov5}\n"
 
@@ -90,14 +92,15 @@ def test_file_of_another_trainer_is_one_message(tmp_path, text, code, said):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--data coco.yaml --weights a.pt", "an option of ultralytics; give the data"),
+        ("--data coco.yaml", "an option of ultralytics; give the data"),
         ("--img 640", "--img 640: an option of ultralytics; write `--image-size 640`"),
         ("d --batch-size=16", "an option of ultralytics; write `--batch 16` (images per"),
         ("--cfg yolov5s.yaml", "name the model: `--model yolov5s`"),
         ("-c x.yml -r x/10", "-r x/10: an option of PaddleDetection; write `--resume x/10`"),
         ("-c x.yml --slim_config s.yml --use_vdl=true", "write `-o log.visualdl=true`"),
-        ("data=coco.yaml imgsz=640 epochs=3 device=0,1", "`fleetrun --selected_gpus 0,1 ppdist tr"),
-        ("data=coco.yaml batch=8", "batch=8: an option of ultralytics; write `--batch 8`"),
+        ("batch=8", "batch=8: an option of ultralytics; write `--batch 8`"),
+        ("-c x.yml --batch_size 8", "write `-o train.batch_size_per_card=8` (images per"),
+        ("-c x.yml -w a.pt", "write `-o model.pretrained=a.pt`"),
         ("model=yolov5n.pt", "write `DATA --model yolov5n --weights yolov5n_coco`"),
         ("model=yolov5n.yaml", "write `DATA --model yolov5n`"),
         ("model=rtdetr-l.pt", "write `DATA --model rtdetr_l --weights rtdetr_l_coco`"),
@@ -119,7 +122,7 @@ def test_file_of_another_trainer_is_one_message(tmp_path, text, code, said):
         ("d.yaml --master_addr a", "`fleetrun --ips A,B ppdist ...`"),
         ("d.yaml --max_iter 9", "write `-o train.steps=9`"),
         ("d.yaml --project runs --name a", "write `-o output_dir=runs/a`"),
-        ("d.yaml name=a lr0=1 project=runs", "write `-o output_dir=runs/a`"),
+        ("d.yaml name=a project=runs", "write `-o output_dir=runs/a`"),
         ("d.yaml --model yolov5n.pt", "write `DATA --model yolov5n --weights yolov5n_coco`"),
         ("d.yaml --amp", "an option of PaddleDetection and ultralytics; write `-o train.amp.en"),
         ("model=yolov5s-cls.pt", "`DATA --model yolov5s_cls --weights yolov5s_cls_imagenet`"),
@@ -131,11 +134,52 @@ def test_foreign_option_is_answered(words, said):
 
 
 @pytest.mark.parametrize(
+    ("typed", "written"),
+    [
+        ("yolo detect train data=d.yaml model=yolov5n.pt epochs=3 imgsz=160",
+         "train d.yaml --model yolov5n --weights yolov5n_coco --epochs 3 --image-size 160"),
+        ("yolo train data=coco128.yaml model=yolo11s.pt device=cpu plots=True",
+         "train FOLDER --model yolov5s --weights yolov5s_coco -o device=cpu"),
+        ("train data=d.yaml batch=8 lr0=0.1",
+         "train d.yaml --batch 8 --model yolov5n -o optimizer.lr=0.1"),
+        ("train --data d.yaml --cfg yolov5s.yaml --weights= --img 160",
+         "train d.yaml --model yolov5s --weights= --image-size 160"),
+        ("train -c x.yml --amp --use_vdl=true -o TrainReader.batch_size=8",
+         "train -c x.yml -o train.amp.enabled=true log.visualdl=true train.batch_size_per_card=8"),
+        ("yolo val model=a/best.pt data=d.yaml split=test",
+         "eval d.yaml -w a/best.pt --split test"),
+        ("val -w RUN", "eval -w RUN"),
+        ("detect --weights a.pt --source 0 --conf-thres 0.4",
+         "predict --weights a.pt --source 0 --threshold 0.4"),
+        ("yolo track model=yolov5n.pt source=f.mp4",
+         "predict -w yolov5n_coco --source f.mp4 --track"),
+        ("yolo export model=a.pt format=onnx", "export -w a.pt --format onnx"),
+    ],
+)  # fmt: skip
+def test_a_pasted_line_is_answered_with_one_that_works(typed, written, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ppdist", *typed.split()])
+    monkeypatch.setattr(cli, "run", lambda command: load_main(command)())
+    monkeypatch.setattr(cli, "_typed_command", [])
+    with raises("foreign_option", f"write `ppdist {written}`"):
+        cli.main()
+    cli._typed_command.clear()
+    check(Typed(typed, f"ppdist {written}"))
+
+
+@pytest.mark.parametrize("typed", ["yolo segment train data=x", "yolo", "train2 data=x"])
+def test_a_command_of_nobody_is_refused(typed, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ppdist", *typed.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2 and "there is no command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("predict model=yolov5n.pt source=bus.jpg", "model=yolov5n.pt: an option of ultralytics; "
+        ("predict model=yolov5n.pt", "model=yolov5n.pt: an option of ultralytics; "
          "write `-w yolov5n.pt`"),
-        ("predict -w a.pt source=x conf=0.4", "conf=0.4: an option of ultralytics; write `--thr"),
+        ("predict -w a.pt conf=0.4", "conf=0.4: an option of ultralytics; write `--thr"),
         ("predict -w a.pt --source x --conf-thres 0.4", "write `--threshold 0.4`"),
         ("predict -w a.pt --source x --conf=0.4", "write `--threshold 0.4`"),
         ("predict -w a.pt --source x --device 0", "the first of CUDA_VISIBLE_DEVICES"),
@@ -150,9 +194,10 @@ def test_foreign_option_is_answered(words, said):
         ("eval -w a --gpus 0,1", "write `fleetrun --selected_gpus 0,1 ppdist eval ...`"),
         ("eval -w a --project runs --name a", "write `--out runs/a`"),
         ("train d --model yolov5n -w a.pt", "write `--weights a.pt`"),
+        ("train d.yaml resume model=last.pt", "resume: an option of ultralytics; write `--resume"),
         ("train -c x.yml max_iter=100", "write `-o train.steps=100`"),
         ("eval -w a --classwise", "leave it out: classes are always shown"),
-        ("export model=a.pt format=onnx", "write `-w a.pt`"),
+        ("export model=a.pt", "write `-w a.pt`"),
         ("export -w a.pt --include onnx", "write `--format onnx`"),
         ("data check data=coco.yaml", "write `ppdist data check coco.yaml`"),
         ("data stats d.yaml --lr0 0.1", "leave it out: it only applies to training"),
@@ -244,7 +289,7 @@ def test_a_wrong_value_or_key_names_ours(tmp_path, item, ours):
 def test_files_of_other_trainers_are_no_sources(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["-w", "a.pt", "--source", "photos", "conf=0.4", "max_det=10"]
-    with raises("foreign_option", "`--threshold 0.4`", "`-o nms.keep=10`"):
+    with raises("foreign_option", "`ppdist predict -w a.pt --source photos --threshold 0.4 -o nms"):
         refuse_options("predict", words, ())
     (tmp_path / "conf=0.4").touch()  # a picture of that name
     refuse_options("predict", words[:-1], ())
