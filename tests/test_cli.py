@@ -19,7 +19,8 @@ from tests.forked import ROOT
 from tests.unit.data.datasets.small import yolo_set
 from tools import docs
 
-DOORS = {"infer": "predict"}  # tools/NAME.py -> command, where they differ
+# tools/NAME.py -> command, where they differ
+DOORS = {"infer": "predict", "export_model": "export"}
 TOOLS = {path.stem for path in (ROOT / "tools").glob("*.py")}
 
 
@@ -113,9 +114,9 @@ def test_copy_of_a_shipped_config_means_the_same(name, monkeypatch, tmp_path):
     [
         ("infer", 2, "did you mean ppdist predict?"),
         ("trian", 2, "did you mean ppdist train?"),
-        ("detect train data=x", 2, "did you mean ppdist train?"),
-        ("yolo train data=x", 2, "did you mean ppdist train?"),
-        ("yolo detect train data=x", 2, "did you mean ppdist train?"),
+        ("detect train data=x", 2, "write `ppdist train x --model yolov5n`"),
+        ("yolo train data=x", 2, "write `ppdist train x --model yolov5n`"),
+        ("yolo detect train data=x", 2, "write `ppdist train x --model yolov5n`"),
         ("--version", 0, r"^ppdist [\d.]+, .*Python [\d.]+$"),
         ("--help", 0, r"(?s)\n  " + r" .*\n  ".join(cli.COMMANDS) + " "),
     ],

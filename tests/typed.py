@@ -41,7 +41,8 @@ BASES = (
 )
 GENERATED = ("docs/commands.md", "docs/python.md", "docs/errors.md", "docs/config.md")
 PAGES = ("README*.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "deploy/**/*.md")
-DOORS = {"infer": "predict"}  # tools/infer.py is ppdist predict
+# tools/infer.py is ppdist predict
+DOORS = {"infer": "predict", "export_model": "export"}
 OWN_TOOLS = ("docs", "faults")  # not commands of ppdist
 _CODE = re.compile(r"```.*?```|`[^`]+`", re.S)
 _START = re.compile(

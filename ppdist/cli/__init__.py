@@ -172,8 +172,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         if _typed_command:
-            self._answer(self._options() - self._own_options())
-            self.error(f"there is no command {' '.join(_typed_command)!r}")
+            typed = " ".join(_typed_command)
+            _typed_command.clear()
+            self._answer(self._options() - self._own_options(), typed)
+            self.error(f"there is no command {typed!r}")
         leading = itertools.takewhile(lambda word: word[:1] != "-", sys.argv[1:])
         if "=" in "".join(leading) or "--source" in sys.argv:
             self._answer(())  # `model=yolov5n.pt data=...`, which DATA or --source would take
@@ -219,10 +221,10 @@ class Parser(argparse.ArgumentParser):
     def _is_example(line: str) -> bool:
         return line.startswith(("ppdist ", "fleetrun "))
 
-    def _answer(self, unknown: Container[str]) -> None:
+    def _answer(self, unknown: Container[str], typed_command: str = "") -> None:
         from ppdist.config.migration import refuse_options
 
-        refuse_options(self._command, sys.argv[1:], unknown, " ".join(_typed_command))
+        refuse_options(self._command, sys.argv[1:], unknown, typed_command)
 
 
 def make_parser(command: str, text: str | None) -> Parser:
@@ -378,11 +380,32 @@ def load_config_of(
     from ppdist.engine.recipe import fit_to_root, load_config_with_data
 
     if arguments.config:
-        return load_config_with_data(arguments.config, arguments.override)
+        config = load_config_with_data(arguments.config, arguments.override)
+        _warn_of_other_size(arguments, config)
+        return config
     from ppdist.models.model_card import config_of_weights
 
     config = config_of_weights(arguments.weights, arguments.override, needs_data=needs_data)
     return fit_to_root(config, arguments.override) if needs_data else config
+
+
+def _warn_of_other_size(arguments: argparse.Namespace, config: "ExperimentConfig") -> None:
+    """Warns if -c has another input size than the weights, and nobody asked for it."""
+    from ppdist.models.model_card import read_card
+
+    if any(item.startswith("model.image_size") for item in arguments.override):
+        return
+    card = None
+    with suppress(errors.CodedError):  # said where the weights are loaded
+        card = read_card(arguments.weights)
+    size = config.model.image_size
+    if card is None or card.image_size in (None, size) or job.launched_rank():
+        return
+    of_config, of_weights = (" x ".join(map(str, pair or ())) for pair in (size, card.image_size))
+    process.warn(
+        f"-c {arguments.config} has images of {of_config} pixels, {arguments.weights} is for "
+        f"{of_weights}; without -c the settings of the weights hold"
+    )
 
 
 def command_line() -> list[str]:

@@ -145,6 +145,7 @@ def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
 
     Args: metrics: -1 for a metric without any object to measure, printed as a dash.
     """
+    from ppdist.config.evaluate import METRIC_TEXTS
     from ppdist.metrics.analysis import class_table
     from ppdist.metrics.scored import duplicates_line
 
@@ -158,7 +159,11 @@ def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
     print(f"{images}{unread if left_out else ' images'}")
     if duplicates := analysis.get("duplicate_boxes"):
         print(duplicates_line(duplicates))
-    overall = {name: value for name, value in metrics.items() if "/" not in name}  # not of a class
+    overall = {
+        f"{name}: {METRIC_TEXTS[name]}" if name in METRIC_TEXTS else name: value
+        for name, value in metrics.items()
+        if "/" not in name  # not of a class
+    }
     print_table(["metric", "value"], [(name, shown(value)) for name, value in overall.items()])
     print(class_table(analysis))
 

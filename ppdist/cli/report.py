@@ -9,10 +9,11 @@ an epoch instead (and one an evaluation amid an epoch), as `ppdist.Run(RUN).hist
 """
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
-from ppdist.cli import make_parser
+from ppdist.cli import make_parser, print_commands
 
 
 def parse() -> argparse.Namespace:
@@ -38,6 +39,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
+    from ppdist.common.records import extension, next_commands
     from ppdist.metrics.run import read_run, require_run, write_history
     from ppdist.report.content import judge_if_ended
     from ppdist.report.page import write_report
@@ -53,7 +55,19 @@ def main() -> int:
     out = arguments.out or folder / "report.html"
     for problem in write_report(folder, out):
         print(f"not in the page: {problem}", file=sys.stderr)
-    for finding in judge_if_ended(read_run(folder)):
+    run = read_run(folder)
+    findings = judge_if_ended(run)
+    for finding in findings:
         print(finding.text)
     print(out)
+    if (folder / "checkpoints").is_dir():  # not of ppdist eval
+        worst = (run.evaluation or {}).get("worst") or [{}]
+        test = any(key.startswith("data.test.") for key in run.config)
+        weights = f"-w {shlex.quote(str(folder))}"
+        commands = next_commands(weights, str(worst[0].get("file", "")), test=test)
+        if any(finding.code == "still_rising" for finding in findings):
+            epochs, steps = run.config.get("train.epochs", 0), run.config.get("train.steps")
+            words = ["ppdist", "train", "--resume", str(folder), *extension(epochs, steps)]
+            commands.insert(0, ("longer", shlex.join(words)))
+        print_commands(commands)
     return 0

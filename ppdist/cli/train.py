@@ -146,16 +146,16 @@ def _parse_side(text: str) -> int:
     return at_least(32)(text)
 
 
-_DATA_OPTIONS = {
-    "model": "choose it by -c {}",
-    "epochs": "-o train.epochs={}",
-    "steps": "-o train.steps={}",
-    "batch": "-o train.batch_size_per_card={}",
-    "weights": "-o model.pretrained={}",
-    "image_size": "-o model.image_size={}",
-    "classes": "-o data.classes={} model.num_classes=N",
-    "single_class": "-o data.single_class=true model.num_classes=1",
-    "fraction": "-o data.fraction={}",
+_DATA_OPTIONS = {  # and what they are behind -o
+    "model": "",
+    "epochs": "train.epochs={}",
+    "steps": "train.steps={}",
+    "batch": "train.batch_size_per_card={}",
+    "weights": "model.pretrained={}",
+    "image_size": "model.image_size={}",
+    "classes": "data.classes={} model.num_classes=N",
+    "single_class": "data.single_class=true model.num_classes=1",
+    "fraction": "data.fraction={}",
 }
 _LENGTHS = ("epochs", "steps")  # also allowed with --resume RUN
 
@@ -184,7 +184,7 @@ def _check_source(arguments: argparse.Namespace) -> None:
             "--model is missing",
             code="option_missing",
             where=f"train {arguments.data}",
-            fix="name a recipe: --model ppyoloe_plus_s, --model yolov5n, ... (ppdist config list)",
+            fix=f"for example `{_with_model(arguments)}` (others: ppdist config list)",
         )
     given_options = [name for name in _DATA_OPTIONS if getattr(arguments, name) is not None]
     if arguments.config and given_options:
@@ -192,11 +192,7 @@ def _check_source(arguments: argparse.Namespace) -> None:
             f"{_join_options(given_options)} needs DATA; it does not work with -c",
             code="options_conflict",
             where=f"train -c {arguments.config}",
-            fix="instead: "
-            + "; ".join(
-                _DATA_OPTIONS[name].format(_as_key_value(getattr(arguments, name)))
-                for name in given_options
-            ),
+            fix=f"instead: `{_with_keys(arguments, given_options)}`",
         )
     if arguments.image_size and len(arguments.image_size) > 2:
         raise ConfigError(
@@ -206,9 +202,33 @@ def _check_source(arguments: argparse.Namespace) -> None:
         )
 
 
+def _with_model(arguments: argparse.Namespace) -> str:
+    """Returns the command line with the --model that its weights name, or one to begin with."""
+    from ppdist.config.migration import model_of_weights
+
+    model = model_of_weights(arguments.weights) if arguments.weights else RECIPE
+    return shlex.join(["ppdist", "train", *sys.argv[1:], "--model", model])
+
+
+def _with_keys(arguments: argparse.Namespace, names: Sequence[str]) -> str:
+    """Returns the command line with keys behind -o in place of the options of DATA."""
+    keys = [
+        key.format(_as_key_value(getattr(arguments, name)))
+        for name in names
+        for key in _DATA_OPTIONS[name].split()
+    ]
+    switches = [
+        *(["--eval"] if arguments.eval else []), *(["--dry-run"] if arguments.dry_run else []),
+        *(["--resume", arguments.resume] if arguments.resume else []),
+    ]  # fmt: skip
+    override = ["-o", *arguments.override, *keys] if arguments.override or keys else []
+    config = arguments.model or arguments.config
+    return shlex.join(["ppdist", "train", "-c", config, *switches, *override])
+
+
 def _as_key_value(value: object) -> str:
     """Formats the value of an option as a configuration key expects it."""
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else shlex.quote(f"{value}")
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else f"{value}"
 
 
 _OPTION_NAMES = {"single_class": "--single-cls"}

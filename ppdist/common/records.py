@@ -330,6 +330,14 @@ def next_commands(weights: str, image: str = "", *, test: bool = False) -> list[
     ]
 
 
+def extension(epochs: int, steps: int | None) -> list[str]:
+    """Returns the option that trains a run longer: a half as much again, and enough of a short
+    trial to see whether it learns."""
+    if steps is None:
+        return ["--epochs", f"+{max(10, round(epochs / 2))}"]
+    return ["--steps", f"+{max(500, round(steps / 2))}"]
+
+
 def step_of(checkpoint: Path) -> int | None:
     """Returns the step of a checkpoint or of a link to one, or None."""
     try:

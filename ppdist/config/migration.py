@@ -212,7 +212,9 @@ def refuse_options(
         if isinstance(part, _Word)
     }
     lines = [f"{part.typed}: {answer}" for part, answer in answers.items() if answer]
-    if len(lines) > 1 or typed_command:
+    items = [part.typed for part in answers if part.is_item]
+    translated = [item for item in items if _our_item(item) != item]
+    if (lines and len(lines) + len(translated) > 1) or typed_command:
         written, remarks = _translate_line(command, parts, answers)
         if written:
             what = "a command of another trainer" if typed_command else "options of other trainers"

@@ -58,5 +58,8 @@ def near(path: str) -> list[str]:
     """Lists names of shipped configs similar to this one, best first, three at most."""
     word = Path(path).name.removesuffix(".yml")
     names = [*short_names(), *recipes()]
+    renamed = word.replace("_crn", "")  # PaddleDetection's ppyoloe_plus_crn_s_80e_coco
+    if renamed in names:
+        return [renamed]
     extended = [name for name in names if name.startswith(f"{word}_")]
     return [*dict.fromkeys([*extended, *difflib.get_close_matches(word, names, n=3)])][:3]

@@ -612,7 +612,8 @@ def fit_to_root(config: ExperimentConfig, overrides: Sequence[str]) -> Experimen
         held = "" if layout.val else f" ({VAL_FRACTION:.0%} of them for validation)"
         say(
             f"ppdist: note: {problems[0]}: data.root is read as {layout.format}, {layout.images} "
-            f"images{held}, {len(layout.class_names)} classes, as behind `ppdist train`"
+            f"images{held}, {len(layout.class_names)} "
+            f"{'classes' if len(layout.class_names) > 1 else 'class'}, as behind `ppdist train`"
         )
         for subject, reason in layout.notes:
             say(f"ppdist: note: {subject}: {reason}")

@@ -18,7 +18,7 @@ from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.eta import PLOTTING
 from ppdist.common.job import LAYOUT_NOTE, hosts_change, launched_rank, read_note, write_note
 from ppdist.common.json_lines import choose_format
-from ppdist.common.records import commands, next_commands
+from ppdist.common.records import commands, extension, next_commands
 from ppdist.common.run_log import RunLog
 from ppdist.config.experiment import ExperimentConfig, apply_overrides, load_config
 from ppdist.config.parse import parse_config
@@ -340,12 +340,7 @@ def _summarise(
     if experiment.trainer.has_steps_left:
         todo.append(("continue", build_resume_command(place, evaluate)))
     elif _needs_epochs({finding.code for finding in findings}, config):
-        length = config.train
-        # A half as much again, and enough of a short trial to see whether it learns.
-        unit, planned, smallest = (
-            ("epochs", length.epochs, 10) if length.steps is None else ("steps", length.steps, 500)
-        )
-        more = [f"--{unit}", f"+{max(smallest, round(planned / 2))}"]
+        more = extension(config.train.epochs, config.train.steps)
         todo.append(("longer", build_resume_command(place, evaluate, more)))
     image = experiment.sets.get("val", experiment.sets["train"]).records[0].path
     weights = f"-w {shlex.quote(str(output_dir))}"

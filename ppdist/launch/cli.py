@@ -25,7 +25,9 @@ nothing.  Paddle installs a `fleetrun` too, so installing or removing Paddle may
 Everything else is imported once signals are held: an earlier one would end Python with a traceback.
 """
 
+import itertools
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -34,6 +36,10 @@ from ppdist.common.signals import hold_signals, release_signals
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def _is_before_script(word: str) -> bool:
+    return not word.endswith(".py") and word not in ("ppdist", "--")
 
 
 def main() -> int:
@@ -56,7 +62,8 @@ def main() -> int:
     from ppdist.launch.signals import collect_signals
 
     arguments = sys.argv[1:]
-    if arguments and arguments[0] in ("-h", "--help"):
+    if not {"-h", "--help"}.isdisjoint(itertools.takewhile(_is_before_script, arguments)):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
         print(options.help_text())
         return 0
     # fleetrun reads no configuration; its ranks inherit this setting.

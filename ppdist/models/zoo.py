@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -179,10 +180,11 @@ def local_weights(weights: Path | str, alive: Callable[[], None] = lambda: None)
     cache, mirror = _cache(), os.environ.get(MIRROR, "")
     from_web = mirror.startswith(_WEB)
     file = cache / entry.file
-    by_hand = (
-        f"fetch {entry.url} elsewhere and put it into {cache}, or into a folder that {MIRROR} "
-        f"names, or give the file in place of the name: --weights {entry.file}"
+    into = (
+        f"elsewhere and put it into {cache}, or into a folder that {MIRROR} names, or give the "
+        f"file in place of the name: --weights {entry.file}"
     )
+    by_hand = f"fetch {entry.url} {into}"
     # With a folder as mirror nothing is downloaded: the host may have no network.
     if mirror and not from_web:
         raise WeightsError(
@@ -199,13 +201,13 @@ def local_weights(weights: Path | str, alive: Callable[[], None] = lambda: None)
             fix=by_hand,
         )
     url = f"{mirror.rstrip('/')}/{entry.file}" if from_web else entry.url
-    say(f"ppdist: downloading {entry.name} from {url}")
+    say(f"ppdist: downloading {entry.name} from {urlsplit(url).hostname}")
 
     def report(line: str) -> None:
         alive()
         say(f"ppdist: {line}")
 
-    checksum = download(url, file, sha256=entry.sha256, fix=by_hand, say=report)
+    checksum = download(url, file, sha256=entry.sha256, fix=f"fetch it {into}", say=report)
     _write_note(file, url, entry, checksum)
     return file
 

@@ -34,7 +34,7 @@ from ppdist.common.files import (
     writing,
 )
 from ppdist.common.machine import free_disk
-from ppdist.common.retry import unavailable, with_retries
+from ppdist.common.retry import TOLD_SECONDS, unavailable, with_retries
 from ppdist.storage import stores
 
 _LOGGER = logging.getLogger("ppdist.data")
@@ -227,7 +227,16 @@ def _download_part(
                 raise unavailable(reason, url, "reach the server again")
             return continued, reason
 
-        _, reason = with_retries(attempt)
+        silent = True
+
+        def pause(seconds: float, outage: StorageError) -> None:
+            nonlocal silent
+            if silent and seconds >= TOLD_SECONDS:
+                silent = False
+                say(f"{outage.what}; trying again for up to half a minute")
+            time.sleep(seconds)
+
+        _, reason = with_retries(attempt, pause=pause, quiet=True)
         if not reason:
             return resumed
         say(f"{url}: {reason}; retrying")
