@@ -16,53 +16,19 @@ from ppdist.common import trackers
 from ppdist.common.records import read_metrics
 from ppdist.common.run_log import RunLog
 from ppdist.common.trackers import TRACKERS, TrackedRun, TrackerProcess
-from ppdist.common.writers import MetricWriter, MetricWriters, scalar_points
+from ppdist.common.writers import MetricWriters, scalar_points
 from ppdist.config import output
 from ppdist.config.experiment import experiment_of, load_config
 from ppdist.config.section import Section
 from ppdist.runtime.writer_thread import WriterThread
 from tests.errors import raises
 
-HERE = "tests.unit.common.test_trackers"
-
-
-class Noting(MetricWriter):
-    """Writes down what it is called with; the tag `fail` or `hang` makes it do so."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        self.file = run.folder / "noted.txt"
-        self.note("begins", run.name, run.resume_step, os.getppid() != os.getpid())
-
-    def note(self, *words: object) -> None:
-        with self.file.open("a") as file:
-            print(*words, file=file)
-
-    def add_scalars(self, step, values) -> None:
-        if "print" in values:
-            os.system("echo key $NOTING_API_KEY at https://me:p4ss@host/x")
-            raise ConnectionError("https://me:p4ss@host/x: the server is gone")
-        if any("fail" in tag for tag in values):
-            raise ConnectionError("the server is gone")
-        if "hang" in values:
-            time.sleep(1000)
-        self.note(step, *values.items())
-
-    def add_images(self, step, tag, images_HW3) -> None:
-        self.note(step, tag, *(each.shape for each in images_HW3))
-
-    def describe(self, hyper_parameters, metrics, texts) -> None:
-        self.note(hyper_parameters, metrics, texts)
-
-    def rollback(self, step) -> None:
-        self.note("rollback", step)
-
-    def close(self) -> None:
-        self.note("closed")
+NOTING = "tests.unit.common.noting:Noting"
 
 
 def start(folder: Path, resume_step: int | None = None) -> TrackerProcess:
-    run = TrackedRun(output.ShippedTracker(name="wandb"), folder / "noting", "a run", resume_step)
-    return TrackerProcess(f"{HERE}:Noting", run)
+    run = TrackedRun(None, folder / "noting", "a run", resume_step)
+    return TrackerProcess(NOTING, run)
 
 
 def noted(folder: Path) -> list[str]:
@@ -95,9 +61,9 @@ def test_tracker_gets_everything_in_order(tmp_path: Path) -> None:
 
 
 def test_failing_tracker_costs_one_warning(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setitem(TRACKERS, "wandb", f"{HERE}:Noting")
+    monkeypatch.setitem(TRACKERS, "wandb", NOTING)
     monkeypatch.setattr(trackers, "find_spec", lambda name: True)
-    settings = [(f"{HERE}:Noting", output.ShippedTracker(name="wandb"))]
+    settings = [(NOTING, output.ShippedTracker(name="wandb"))]
     with RunLog(tmp_path, True, 9, 9, None, visualdl=False, trackers=settings) as log:
         log.metrics({"step": 1, "fail": 1.0})
         log.info("begun")
