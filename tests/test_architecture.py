@@ -475,6 +475,7 @@ def test_what_needs_no_paddle_never_imports_it() -> None:
     for module in ours:
         for line, name in imports_of(sources()[module]):
             assert not inside(name, "paddle"), f"{sources()[module]}:{line}: {name}"
+    ours.append("ppdist.data.datasets.synthetic")  # draws the set of a first try
     code = f"import sys, {', '.join(ours)}; assert 'paddle' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

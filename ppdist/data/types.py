@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
-from paddle import Tensor
 
 from ppdist.common.errors import DataError, StorageError
 from ppdist.common.opener import DISK, Opener
+
+if TYPE_CHECKING:  # sets are drawn, read and checked without Paddle, whose import takes seconds
+    from paddle import Tensor
 
 Split = Literal["train", "val", "test"]
 Box = tuple[float, float, float, float]
@@ -539,13 +541,13 @@ class Batch:
     share: this rank's share of the micro-batch: 1 for all of it, or for an even share.
     """
 
-    images_B3HW: Tensor
-    boxes_BM4: Tensor
-    labels_BM: Tensor
-    mask_BM: Tensor
-    image_index_B: Tensor
-    scale_B2: Tensor
-    offset_B2: Tensor
+    images_B3HW: "Tensor"
+    boxes_BM4: "Tensor"
+    labels_BM: "Tensor"
+    mask_BM: "Tensor"
+    image_index_B: "Tensor"
+    scale_B2: "Tensor"
+    offset_B2: "Tensor"
     seeds_B: np.ndarray
     real: bool = True
     bad_images: Mapping[int, str] = field(default_factory=dict)
