@@ -6,6 +6,7 @@ tests/forked (here, or as a process), tiny runs configured by tests/project.writ
 
 import gc
 import inspect
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -32,6 +33,10 @@ def shared_dir() -> Path:
 # imported and collected before the first of them is not searched at all.
 gc.set_threshold(50_000, 20, 20)
 gc.disable()
+
+# Thousands of times a run waits for its disk, which no test outlives: those of what is written
+# before what watch the calls.
+os.fsync = lambda handle: None
 
 
 def pytest_collection_finish() -> None:

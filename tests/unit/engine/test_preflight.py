@@ -266,9 +266,11 @@ def test_hung_call_ends_process_with_reason(tmp_path: Path) -> None:
 
 def test_a_call_that_comes_back_leaves_no_clock_behind() -> None:
     before = threading.active_count()
-    with within(0.1, "nothing"):
+    with within(60, "nothing"):  # of less, a busy machine ends this process
         assert threading.active_count() == before + 1
-    time.sleep(0.2)  # the process would be gone
+    until = time.monotonic() + 30
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
     assert threading.active_count() == before
 
 
