@@ -34,15 +34,15 @@ def shared_dir() -> Path:
 gc.set_threshold(50_000, 20, 20)
 gc.disable()
 
-# Thousands of times a run waits for its disk, which no test outlives: those of what is written
-# before what watch the calls.
+# A run waits for its disk at each checkpoint, milliseconds for each file.  No test cuts the power;
+# those of the order in which files reach the disk watch the calls.
 os.fsync = lambda handle: None
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    fork_from_here()
     gc.enable()
+    fork_from_here()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

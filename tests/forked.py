@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing import forkserver, resource_tracker, util
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 THIRD_PARTY = ROOT / "tests" / "third_party"  # packages of others, see `clean_environment`
 
 _PRELOADED = "ppdist.engine.build"
+_start_program = util.spawnv_passfds
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([_PRELOADED])
 
@@ -48,6 +50,9 @@ def _serve(path: bytes, arguments: Any, fds: list[int]) -> int:
     if number:
         return number
     try:
+        # What `fork_from_here` holds and has put there is not for those that are forked from here.
+        forkserver._forkserver._lock = threading.RLock()
+        util.spawnv_passfds = _start_program
         faulthandler.disable()  # it writes to a file that this process closes
         used = [*sorted(fds), os.sysconf("SC_OPEN_MAX")]
         for before, after in zip([2, *used], used):  # pytest's pipes end with pytest
