@@ -1,6 +1,6 @@
 """Switches a model's CPU layers to oneDNN, and compares the two.
 
-These are convolutions, linear layers, layer norm and attention.
+These are convolutions, linear layers, layer norm, attention and the sampling of feature maps.
 
 `use_onednn(model)` changes the class of layers inside a built model in place: parameters, buffers
 and state-dict keys stay the same objects; `use_plain_layers(model)` changes it back (before
@@ -91,7 +91,7 @@ def use_onednn(model: nn.Layer) -> int:
     Raises: OSError, onednn.OneDNNError: no usable library, which `self_check` reports before.
     """
     onednn.library()
-    functional.compute_by(feature_maps.compute)  # it leaves maps in Paddle's layout to Paddle
+    functional.compute_by(feature_maps.compute)  # it leaves plain float32 maps to Paddle
     count = _change_classes(model, _ONEDNN_CLASSES)
     _keep_layouts(model, isinstance(model, ImageModel))
     return count
@@ -176,6 +176,7 @@ def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> s
     Returns: None if all agree, else the first reason, as text for a log.
     """
     switched, training = is_on_onednn(model), model.training
+    computed_by = functional.compute_by(None)
     use_plain_layers(model)
     model.train()
     for layer in model.sublayers():
@@ -192,6 +193,7 @@ def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> s
         return str(error)
     finally:
         model.train() if training else model.eval()
+        functional.compute_by(computed_by)
         if switched:
             use_onednn(model)
 
@@ -373,6 +375,7 @@ def _compute_both(
     kept_gradients = [(p, None if p.grad is None else p.grad.clone()) for p in layer.parameters()]
     results = []
     for fast in (False, True):
+        functional.compute_by(None)  # also of rows, whatever class a layer has
         if fast:
             use_onednn(layer)
         try:

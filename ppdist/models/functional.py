@@ -19,13 +19,16 @@ _Operation = TypeVar("_Operation", bound=Callable[..., Any])
 _compute: Callable[..., Any] | None = None
 
 
-def compute_by(kernels: Callable[..., Any]) -> None:
+def compute_by(kernels: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Makes `kernels` compute the operations of this module from now on.
 
-    Args: kernels: called with the operation, Paddle's operator, and the arguments.
+    Args: kernels: called with the operation, Paddle's operator, and the arguments.  None: Paddle's
+        operators compute them.
+    Returns: the kernels until now.
     """
     global _compute
-    _compute = kernels
+    before, _compute = _compute, kernels
+    return before
 
 
 def _operation(operator: _Operation) -> _Operation:
