@@ -755,7 +755,7 @@ class Attention:
         for tile, share in zip(self._tiles, shares, strict=True):
             scratch = paddle_api.allocate(tile.shape[1:], paddle.float32)
             for addresses in _image_addresses(pairs, values, dy, share, dpairs, dvalues):
-                tile.gradient(*addresses, scratch.data_ptr())
+                tile.gradient(scratch.data_ptr(), *addresses)
         return dpairs, dvalues
 
 
@@ -812,7 +812,7 @@ class _AttentionTile:
         self._mix.run(shares, values + self._at_key, y + self._at_query)
 
     def gradient(
-        self, pairs: int, values: int, dy: int, shares: int, dpairs: int, dvalues: int, scratch: int
+        self, scratch: int, pairs: int, values: int, dy: int, shares: int, dpairs: int, dvalues: int
     ) -> None:
         """Computes dpairs and dvalues; arguments as in `forward`.
 

@@ -288,17 +288,21 @@ class RTDETRLoss(Loss):
             return terms
         iou_LBQ = aligned_iou(pixels_LBQ4[: len(layers)].detach(), cxcywh_to_xyxy(target * size_4))
         iou_LBQ = iou_LBQ * learned.boxes.is_positive_LBQ
-        corners = paddle.stack([output.corners_BQ4R for output in layers]).astype("float32")
+        corners = [
+            output.corners_BQ4R.astype("float32")
+            for output in layers
+            if output.corners_BQ4R is not None
+        ]
         reference = paddle.stack([output.reference_BQ4 for output in layers]).astype("float32")
         bins_R = weighting(self.up_1, self.reg_scale_1)
         fgl_LBQ = fine_grained_localization_loss(
-            corners, reference, target, bins_R, self.reg_scale_1
+            paddle.stack(corners), reference, target, bins_R, self.reg_scale_1
         )
         fgl_LB = (fgl_LBQ * iou_LBQ).sum(-1) * share_B
         terms["fgl"] = FGL_GAIN / boxes * fgl_LB.sum(-1)
         if len(layers) > 1:
             weight_LBQ = _distillation_weights(iou_LBQ[:-1], logits_LBQC[len(layers) - 1], learned)
-            *students, teacher = (output.corners_BQ4R.astype("float32") for output in layers)
+            *students, teacher = corners
             # One by one: on a CPU, Paddle broadcasts one teacher for all in ten times as long.
             ddf = [
                 localisation_distillation(student, teacher.detach(), weight_BQ, DDF_TEMPERATURE)
