@@ -330,7 +330,7 @@ def next_commands(weights: str, image: str = "", *, test: bool = False) -> list[
     ]
 
 
-def extension(epochs: int, steps: int | None) -> list[str]:
+def extension(epochs: float, steps: int | None) -> list[str]:
     """Returns the option that trains a run longer: a half as much again, and enough of a short
     trial to see whether it learns."""
     if steps is None:

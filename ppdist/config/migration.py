@@ -371,13 +371,13 @@ def _words_of(answer: str) -> tuple[list[str] | None, str]:
     _, _, advice = answer.partition("; ")
     if advice.startswith("leave it out"):
         return [], advice
-    found = re.match(r"write `(?:DATA )?((?:-|fleetrun )[^`]*)`(?: \((.*)\))?", advice)
-    if not found:
+    written = re.match(r"write `(?:DATA )?((?:-|fleetrun )[^`]*)`(?: \((.*)\))?", advice)
+    if not written:
         return None, ""
-    launcher, is_launched, _ = found[1].partition(" ppdist ")
-    words = shlex.split(launcher if is_launched else found[1])
+    launcher, is_launched, _ = written[1].partition(" ppdist ")
+    words = shlex.split(launcher if is_launched else written[1])
     is_open = any(re.fullmatch(r"[A-Z]+|.*\.\.\.", word) for word in words)
-    return (None if is_open else words), found[2] or ""
+    return (None if is_open else words), written[2] or ""
 
 
 def _translate_model(value: str) -> tuple[list[str] | None, str]:

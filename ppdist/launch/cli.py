@@ -62,7 +62,8 @@ def main() -> int:
     from ppdist.launch.signals import collect_signals
 
     arguments = sys.argv[1:]
-    if not {"-h", "--help"}.isdisjoint(itertools.takewhile(_is_before_script, arguments)):
+    before_script = [*itertools.takewhile(_is_before_script, arguments)]
+    if "-h" in before_script or "--help" in before_script:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
         print(options.help_text())
         return 0
