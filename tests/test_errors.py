@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from ppdist.common import job, process
-from ppdist.common.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
+from ppdist.common.errors import (
+    ConfigError,
+    DataError,
+    Failure,
+    LaunchError,
+    RankError,
+    UserError,
+    failure_of,
+)
 from tests.source_tree import REPOSITORY as ROOT
 from tests.source_tree import nodes_of, sources, tree_of
 from tools.docs import Site, error_table, find_sites
@@ -217,3 +225,10 @@ def test_of_a_lost_host_fleetrun_speaks_where_the_job_goes_on(
 def test_the_page_of_codes_is_up_to_date(found: list[Site]) -> None:
     page = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
     assert page == error_table(found), "run `make docs`"
+
+
+def test_the_words_of_the_data_are_in_the_printed_text() -> None:
+    error = DataError("bad", code="bad_box", fix="`ppdist data check DATA --fix DIR` copies it")
+    assert process.describe_end(error)[1].message == str(error)
+    error.data_words = ("-c", "my set.yml")
+    assert "check -c 'my set.yml' --fix" in process.describe_end(error)[1].message

@@ -15,8 +15,8 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -59,7 +59,6 @@ _TASKS_ELSEWHERE = ("yolo", "detect", "classify")  # before the command: `yolo d
 CLONE = Path(__file__).resolve().parents[2]
 _PROGRAM = "ppdist {}"  # what --help calls a command that no script of tools/ has started
 _typed_command: list[str] = []  # words of another trainer in place of the command
-_typed_data: list[str] = []  # the words that name the data: DATA, or -c and what goes with it
 
 
 def run(command: str) -> NoReturn:
@@ -67,21 +66,25 @@ def run(command: str) -> NoReturn:
 
     def main() -> int | None:
         require_one_process(command)
-        try:
-            return load_main(command)()
-        except errors.DataError as error:
-            name_data(error)
-            raise
+        return load_main(command)()
 
     process.run(main)
 
 
-def name_data(error: errors.DataError) -> None:
-    """Puts the data of the command line into the commands that a message tells to type."""
-    if _typed_data:
-        typed = f"`ppdist data check {shlex.join(_typed_data)}"
-        error.fix = error.fix.replace("`ppdist data check DATA", typed)
-        error.args = (f"{error}".replace("`ppdist data check DATA", typed),)
+@contextmanager
+def naming_data(arguments: argparse.Namespace) -> Iterator[None]:
+    """Gives errors of the `with` block the words that name the data: DATA, or -c and its -o items.
+
+    Args: arguments: from a parser with `add_data`.
+    """
+    try:
+        yield
+    except errors.DataError as error:
+        of_data = [item for item in arguments.override if item.startswith("data.")]
+        source = [arguments.data] if arguments.data else ["-c", arguments.config]
+        if source[-1]:
+            error.data_words = (*source, *(["-o", *of_data] if of_data else []))
+        raise
 
 
 def require_one_process(command: str) -> None:
@@ -333,9 +336,6 @@ def require_one_source(arguments: argparse.Namespace, command: str, model: str =
             where=command,
             fix=f"`ppdist {command} {data}{more}`, or `ppdist {command} -c {config}`",
         )
-    of_data = [item for item in arguments.override if item.startswith("data.")]
-    _typed_data[:] = [arguments.data] if arguments.data else ["-c", arguments.config]
-    _typed_data.extend(["-o", *of_data] if of_data else [])
 
 
 def load_experiment(arguments: argparse.Namespace, command: str) -> "ExperimentConfig":

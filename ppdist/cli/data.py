@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ppdist.cli import RECIPE, add_data, load_experiment, make_parser, print_table
+from ppdist.cli import RECIPE, add_data, load_experiment, make_parser, naming_data, print_table
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, byte_count, share
 
@@ -121,7 +121,11 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    return COMMANDS[arguments.command](arguments)
+    command = COMMANDS[arguments.command]
+    if "data" not in arguments:  # it makes a set
+        return command(arguments)
+    with naming_data(arguments):
+        return command(arguments)
 
 
 def load(arguments: argparse.Namespace) -> "ExperimentConfig":

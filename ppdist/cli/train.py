@@ -28,6 +28,7 @@ from ppdist.cli import (
     add_config,
     command_line,
     make_parser,
+    naming_data,
     require_one_source,
 )
 from ppdist.common.arguments import at_least
@@ -385,4 +386,6 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 def main() -> int:
-    return train(parse())
+    arguments = parse()
+    with naming_data(arguments):
+        return train(arguments)

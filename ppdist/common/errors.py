@@ -62,6 +62,7 @@ class DataError(UserError):
     """The images or annotations are wrong."""
 
     kind = "data"
+    data_words: tuple[str, ...] = ()  # that name the data in a command, for DATA in the text
 
 
 class WeightsError(UserError):

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import select
+import shlex
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from typing import NoReturn, TextIO
 from ppdist.common import json_lines
 from ppdist.common.errors import (
     LOST_RANK,
+    DataError,
     Failure,
     StorageError,
     UserError,
@@ -183,7 +185,17 @@ def describe_end(error: BaseException) -> tuple[int, Failure]:
         shown_error = _paddle_missing()
     code = USER_ERROR if isinstance(shown_error, UserError) else 1
     is_message_enough = isinstance(shown_error, UserError | StorageError)  # no traceback
-    return code, failure_of(shown_error, "" if is_message_enough else _traceback())
+    return code, failure_of(
+        shown_error, _name_data(shown_error) if is_message_enough else _traceback()
+    )
+
+
+def _name_data(error: BaseException) -> str:
+    """Returns an error's text, in which the commands to type name the data of this command."""
+    text, command = str(error), "`ppdist data check"
+    if not isinstance(error, DataError) or not error.data_words:
+        return text
+    return text.replace(f"{command} DATA", f"{command} {shlex.join(error.data_words)}")
 
 
 def _is_unread(stream: TextIO) -> bool:
