@@ -249,6 +249,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     hold_signals()  # the entry points have already done so
     require_limits()
     with importing():
+        from ppdist.config.experiment import default_output_dir
         from ppdist.engine.continuation import Continuation
         from ppdist.engine.recipe import TrainOptions
         from ppdist.engine.run import localise, plan_training, run_training
@@ -273,7 +274,9 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         overrides=arguments.override,
         resume=Continuation(arguments.resume or None, arguments.resume_changed),
     )
-    output_dir = Path(plan.config.output_dir or f"output/{Path(arguments.config).stem}")
+    output_dir = Path(
+        plan.config.output_dir or default_output_dir(arguments.config or arguments.data)
+    )
     if arguments.resume == "":  # resume this run
         plan = replace(plan, resume=replace(plan.resume, source=output_dir))
     evaluate = not arguments.config if arguments.eval is None else arguments.eval

@@ -389,6 +389,14 @@ def experiment_of(tree: Mapping[str, Any], *, trusted: bool = False) -> Experime
     return opened.model_validate_json(json.dumps(nodes.plain()), strict=True)
 
 
+def default_output_dir(source: str | Path) -> str:
+    """Returns the folder of a run that names none, after what it is made of.
+
+    Args: source: its configuration, data or weights.
+    """
+    return f"output/{Path(source).stem}"
+
+
 def load_config(path: str | Path, overrides: Overrides = ()) -> ExperimentConfig:
     """Reads the configuration of an experiment; `output_dir` defaults to output/<file name>.
 
@@ -402,7 +410,7 @@ def load_config(path: str | Path, overrides: Overrides = ()) -> ExperimentConfig
         ConfigError: everything that is wrong, one line for each problem:
             `file:line:column: key.path: what was found, what was expected; did you mean ...`.
     """
-    defaults = {"output_dir": f"output/{Path(find_config(str(path))).stem}"}
+    defaults = {"output_dir": default_output_dir(find_config(str(path)))}
     return parse_config(path, override_items(overrides), ExperimentConfig, defaults)
 
 

@@ -20,7 +20,12 @@ from ppdist.common.job import LAYOUT_NOTE, hosts_change, launched_rank, read_not
 from ppdist.common.json_lines import choose_format
 from ppdist.common.records import commands, extension, next_commands
 from ppdist.common.run_log import RunLog
-from ppdist.config.experiment import ExperimentConfig, apply_overrides, load_config
+from ppdist.config.experiment import (
+    ExperimentConfig,
+    apply_overrides,
+    default_output_dir,
+    load_config,
+)
 from ppdist.config.parse import parse_config
 from ppdist.config.plugins import TRUST_VARIABLE
 from ppdist.config.section import Task
@@ -139,7 +144,7 @@ def _first_data(path: str, items: Sequence[str]) -> ExperimentConfig | None:
     The layout of data.root is not searched again: its images may be away, which ended the attempt.
     """
     config = load_config(path, items)
-    _, folder = locate_run(config.output_dir or f"output/{Path(path).stem}")
+    _, folder = locate_run(config.output_dir or default_output_dir(path))
     file = folder / "config.yml"
     if not file.is_file():
         return None

@@ -27,7 +27,7 @@ from ppdist.common.errors import WeightsError
 from ppdist.common.files import read_file
 from ppdist.common.manifest import CARD_FILE, CARD_NOTE, checked_files
 from ppdist.config.evaluate import NMSConfig
-from ppdist.config.experiment import ExperimentConfig, load_config
+from ppdist.config.experiment import ExperimentConfig, default_output_dir, load_config
 from ppdist.config.model import ModelConfig, YOLOv5Config
 from ppdist.config.parse import parse_plain
 from ppdist.config.preprocess import NormalisationSection, ResizeSection, resize_section
@@ -557,6 +557,6 @@ def config_of_weights(
     tree: dict[str, Any] = {"data": data, "model": {**card.model, "pretrained": None}}
     if card.nms is not None:
         tree["nms"] = card.nms.model_dump(mode="json")
-    defaults = {"output_dir": f"output/{path.stem}"}
+    defaults = {"output_dir": default_output_dir(path)}
     source = f"{path}: model card"
     return parse_plain(tree, source, overrides, ExperimentConfig, defaults, stored=True)
