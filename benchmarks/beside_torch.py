@@ -314,6 +314,7 @@ def main() -> None:
     if importlib.util.find_spec("torch") is None:
         print("skipped: torch is not installed here; pip install torch==2.13.0")
         return
+    from ppdist.common.files import write_json
     from ppdist.cpu.precision import missing_bfloat16
 
     usual = ["float32"] if missing_bfloat16() else ["float32", "bfloat16"]
@@ -337,7 +338,7 @@ def main() -> None:
                     flush=True,
                 )
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_json(arguments.json, report, indent=1)
 
 
 if __name__ == "__main__":

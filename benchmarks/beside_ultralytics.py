@@ -21,7 +21,6 @@ nothing here imports it.  Commands take turns.
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -37,6 +36,7 @@ import cv2
 import numpy as np
 
 from ppdist.cli import script_words
+from ppdist.common.files import write_json
 from ppdist.data.datasets.synthetic import CLASS_NAMES, scene
 from ppdist.lab.benchmark.step import describe_machine
 
@@ -255,7 +255,7 @@ def main() -> int:
                 flush=True,
             )
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_json(arguments.json, report, indent=1)
     return 0
 
 
