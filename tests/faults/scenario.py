@@ -168,9 +168,12 @@ class Job:
 
     def kill_all(self) -> None:
         """SIGKILL to all of it, as when the power is lost."""
-        while left := self.processes():
+        killed: set[int] = set()
+        while left := self.processes().keys() | set(filter(_holds_files, killed)):
             for process in left:
-                os.kill(process, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            killed |= left
             time.sleep(0.05)
 
     def end(self) -> None:
@@ -195,6 +198,30 @@ class Job:
             if match and line.time > moment:
                 return line.time, int(match[1])
         return None
+
+
+def _holds_files(process: int) -> bool:
+    """Whether a killed process still has its ports: it has no command long before that ends."""
+    states = []
+    with suppress(OSError):
+        for stat in Path(f"/proc/{process}/task").glob("*/stat"):
+            states.append(stat.read_text().rpartition(")")[2].split()[0])
+    return any(state not in "ZX" for state in states)
+
+
+def wait_for_all(jobs: Sequence[Job], seconds: float = TIMEOUT_SECONDS) -> None:
+    """Waits until all have ended well.
+
+    Raises: AssertionError: one has failed, or not ended in time, with what all of them printed.
+    """
+    deadline = time.monotonic() + seconds
+    while None in (codes := [job.process.poll() for job in jobs]) and not any(codes):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    assert codes == [0] * len(jobs), f"{codes}\n" + "\n\n".join(job.text for job in jobs)
+    for job in jobs:
+        job.reader.join(_END_SECONDS)
 
 
 class FaultScenario:
