@@ -24,9 +24,10 @@ import os
 import re
 import secrets
 import select
+import selectors
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ppdist.launch.options import TOKEN_VARIABLE
@@ -66,6 +67,7 @@ class Connection:
         peer: address of the other end, if that end opened the connection.
         heard: time.monotonic() when data last arrived (at first, when the connection was opened).
         connecting: True while the connection is being opened.
+        poller: what waits for it, if anything; the connection leaves it when it ends.
     """
 
     def __init__(
@@ -74,12 +76,13 @@ class Connection:
         sock.setblocking(False)
         self._socket, self.calls, self.connecting = sock, calls, connecting
         self._incoming, self._outgoing = bytearray(), bytearray()
-        self._waiting: list[Message] = []  # sent once the other end is authenticated
+        self._waiting: list[bytes] = []  # sent once the other end is authenticated
         self._token, self._nonce = os.fsencode(token), secrets.token_hex(16).encode()
         self._nonces: tuple[bytes, bytes] | None = None  # of caller and called
         self._key = b""  # key of the MACs, once both ends have proven the token
         self._sent = self._received = 0  # number of lines
         self.closed: str | None = None
+        self.poller: Poller | None = None
         try:
             self.peer = str(sock.getpeername()[0])
         except (OSError, IndexError):
@@ -120,10 +123,13 @@ class Connection:
 
         Until the other end has proven the token, messages are queued.
         """
+        self.send_encoded(json.dumps(message).encode())
+
+    def send_encoded(self, content: bytes) -> None:
+        """Sends a message that is encoded already, see `send`."""
         if not self._key:
-            self._waiting.append(message)
+            self._waiting.append(content)
             return
-        content = json.dumps(message).encode()
         self._write(self._mac(self.calls, self._sent, content) + b" " + content)
         self._sent += 1
 
@@ -148,8 +154,8 @@ class Connection:
                 # An endless stream must not keep this loop busy: complete lines are parsed below,
                 # the rest at the next call.
                 break
-        self._flush()
-        return self._parse_lines()
+        self.flush()
+        return self._parse_lines() if self._incoming else []
 
     def close(self, reason: str = "") -> None:
         """Closes the connection; data sent before still arrives.
@@ -157,7 +163,7 @@ class Connection:
         Args: reason: reason to report instead of a less precise one ("the other end closed it").
         """
         if self.closed is None:
-            self._flush()
+            self.flush()
             # If unread bytes are left at closing, the system also drops what was sent.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
@@ -183,9 +189,10 @@ class Connection:
 
     def _write(self, line: bytes) -> None:
         self._outgoing += line + b"\n"
-        self._flush()
+        self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Sends what is queued, as far as it fits into the socket now."""
         if self.closed is not None or self.connecting or not self._outgoing:
             return
         try:
@@ -236,19 +243,19 @@ class Connection:
         elif not hmac.compare_digest(line, self._proof(b"called")):
             return OTHER_TOKEN
         self._key = self._proof(b"lines")
-        for message in self._waiting:
-            self.send(message)
+        for content in self._waiting:
+            self.send_encoded(content)
         self._waiting.clear()
         return ""
 
     def _proof(self, purpose: bytes) -> bytes:
         """Computes the HMAC that proves knowledge of the token, for this connection only."""
         text = b" ".join((b"ppdist", purpose, *(self._nonces or ())))
-        return hmac.new(self._token, text, "sha256").hexdigest().encode()
+        return hmac.digest(self._token, text, "sha256").hex().encode()
 
     def _mac(self, by_caller: bool, number: int, content: bytes) -> bytes:
         text = b"%d %d " % (by_caller, number) + content
-        return hmac.new(self._key, text, "sha256").hexdigest().encode()
+        return hmac.digest(self._key, text, "sha256").hex().encode()
 
     def _verify_line(self, line: bytes) -> Message | None:
         """Returns the message in a line; None if its MAC or form is wrong."""
@@ -266,7 +273,52 @@ class Connection:
     def _end(self, reason: str) -> None:
         if self.closed is None:
             self.closed = reason
+        if self.poller is not None:
+            self.poller.remove(self)
         self._socket.close()
+
+
+def send_to_all(connections: Iterable[Connection], message: Message) -> None:
+    """Sends a message over many connections; it is encoded once."""
+    content = json.dumps(message).encode()
+    for connection in connections:
+        connection.send_encoded(content)
+
+
+class Poller:
+    """Waits for many connections at a cost that depends only on those where something arrives."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def add(self, source: Connection, handle: Callable[[], object]) -> None:
+        """Adds a connection, until it is closed, or added again, here or to another poller.
+
+        Args: handle: called once data, an error or the end arrives; it receives.
+        """
+        if source.poller is not None:
+            source.poller.remove(source)
+        if source.closed is None:
+            source.poller = self
+            self._selector.register(source, selectors.EVENT_READ, handle)
+
+    def add_listener(self, listener: socket.socket, handle: Callable[[], object]) -> None:
+        self._selector.register(listener, selectors.EVENT_READ, handle)
+
+    def remove(self, source: Connection) -> None:
+        self._selector.unregister(source)
+        source.poller = None
+
+    def run(self, seconds: float) -> None:
+        """Waits up to `seconds` until something arrives, and calls the functions of its sources."""
+        for key, _ in self._selector.select(seconds):
+            # A function called just before may have removed this source.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data()
+
+    def close(self) -> None:
+        """Ends the wait; all connections were closed before."""
+        self._selector.close()
 
 
 def open_listener(address: str, port: int) -> socket.socket:

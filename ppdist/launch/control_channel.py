@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from ppdist.common.process import STOPPED, USER_ERROR, boot_seconds
@@ -16,9 +17,10 @@ from ppdist.common.signals import INTERRUPTED
 from ppdist.launch.connection import (
     Connection,
     Message,
+    Poller,
     read_integer,
     read_text,
-    wait_for_any,
+    send_to_all,
 )
 from ppdist.launch.network import list_hosts
 from ppdist.launch.outcome import Outcome
@@ -191,9 +193,11 @@ class ControlChannel:
         self._stopping = self._must_stop = self._signal_sent = False
         self._reports: dict[str, HostEnd] = {}  # on the first host: reports of all hosts that ended
         self._verdict: HostEnd | None = None
-        self._beat = 0.0
-        for peer in self._peers.values():
+        self._beat = self._checked = 0.0
+        self._poller = Poller()
+        for host, peer in self._peers.items():
             peer.heard = time.monotonic()
+            self._poller.add(peer, partial(self._receive, host))
 
     def watch(self, received: Sequence[int]) -> bool:
         """Sends and receives without blocking; True once this host must stop.
@@ -211,25 +215,35 @@ class ControlChannel:
             )
         if self._hub is not None:
             self._hub.watch()
+        self._poller.run(0.0)
+        now = time.monotonic()
+        if now - self._checked >= _POLL_SECONDS:
+            self._checked = now
+            self._check_peers(now)
+        if now - self._beat > _BEAT_SECONDS:
+            self._beat = now
+            self._tell({"type": "beat"})
+        return self._must_stop
+
+    def _receive(self, host: str) -> None:
+        for message in self._peers[host].receive():
+            self._handle_message(host, message)
+
+    def _check_peers(self, now: float) -> None:
+        """Sends what is queued, and notices the hosts that are silent or closed."""
         for host, peer in self._peers.items():
-            for message in peer.receive():
-                self._handle_message(host, message)
-            silent = time.monotonic() - peer.heard
+            peer.flush()
             if peer.closed is not None:
                 self._mark_lost(
                     host, "connection lost: its fleetrun was killed, or the host was switched off"
                 )
-            elif silent > self._silence:
+            elif now - peer.heard > self._silence:
                 self._mark_lost(
                     host,
                     f"no heartbeat for {self._silence:.0f} s: it is switched off or suspended, "
                     "or the network between the hosts is down or loses long packets (MTU: "
                     f"`ping -M do -s 1472 {host}` must pass both ways)",
                 )
-        if time.monotonic() - self._beat > _BEAT_SECONDS:
-            self._beat = time.monotonic()
-            self._tell({"type": "beat"})
-        return self._must_stop
 
     def take_in(self, saved_step: Callable[[], int]) -> None:
         """Ends the world after a checkpoint if hosts ask to join.
@@ -285,7 +299,7 @@ class ControlChannel:
             if not is_noted and time.monotonic() - begin > _NOTE_SECONDS:
                 is_noted = True
                 self._say("the ranks of this host have ended; waiting for other hosts")
-            self._wait_for_peers()
+            self._poller.run(_POLL_SECONDS)
         decisive = self._verdict
         if self._is_first:
             self._tell_verdict(decisive)
@@ -424,26 +438,24 @@ class ControlChannel:
         if self._is_first:
             self._tell(stop, but=sender)
 
-    def _wait_for_peers(self) -> None:
-        open_peers = [peer for peer in self._peers.values() if peer.closed is None]
-        wait_for_any(open_peers, _POLL_SECONDS)
-
     def _tell(self, message: Message, but: str = "") -> None:
-        for host, peer in self._peers.items():
-            if host != but and peer.closed is None:
-                peer.send(message)
+        peers = [peer for host, peer in self._peers.items() if host != but and peer.closed is None]
+        send_to_all(peers, message)
 
     def close(self) -> None:
         """Closes all connections; the first host does so last, so that its messages arrive."""
         deadline = time.monotonic() + _CLOSE_SECONDS
+        for peer in self._peers.values():
+            self._poller.add(peer, peer.receive)
         while self._is_first and time.monotonic() < deadline:
-            for peer in self._peers.values():
-                peer.receive()
             if all(peer.closed for peer in self._peers.values()):
                 break
-            self._wait_for_peers()
+            for peer in self._peers.values():
+                peer.flush()
+            self._poller.run(_POLL_SECONDS)
         for peer in self._peers.values():
             peer.close()
+        self._poller.close()
         if self._hub is not None:
             self._hub.end_world(self._lost, self._left, self._turned_away)
 

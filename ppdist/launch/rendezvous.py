@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,9 +39,11 @@ from ppdist.launch.connection import (
     OTHER_TOKEN,
     Connection,
     Message,
+    Poller,
     open_listener,
     read_integer,
     read_text,
+    send_to_all,
     wait_for_any,
 )
 from ppdist.launch.control_channel import ControlChannel
@@ -117,11 +120,14 @@ class _Guest:
     """A host that has called the hub and was started with the same command.
 
     Attributes:
+        host: its address, as it says itself.
+        attempt: how many worlds of the run it has seen end.
         proven: it holds the code and data that the others train with, as far as these are compared.
     """
 
     connection: Connection
-    handshake: Handshake
+    host: str
+    attempt: int
     proven: bool = True
 
 
@@ -149,6 +155,8 @@ class Hub:
         allow_files(len(local.hosts) + _CALLERS + _OTHER_FILES)
         self._local, self._port, self._say, self._token = local, port, say, token
         self._listener = _listen(local, port)
+        self._poller, self._checked = Poller(), 0.0
+        self._poller.add_listener(self._listener, self._accept_calls)
         self._callers: list[Connection] = []  # without a handshake so far
         self._guests: dict[int, _Guest] = {}
         self._world: dict[int, _Guest] = {}  # the other hosts that train now
@@ -182,10 +190,7 @@ class Hub:
                 if self._attempt:
                     self._tell_guests({"type": "stopped"})
                 raise Stopped
-            waiting = [*self._callers, *(guest.connection for guest in self._guests.values())]
-            open_connections = [connection for connection in waiting if connection.closed is None]
-            wait_for_any([*open_connections, self._listener], _POLL_SECONDS)
-            self._handle_calls()
+            self._handle_calls(_POLL_SECONDS)
             self._ask_second()
             now = time.monotonic()
             lacking = self._explain_quorum()
@@ -210,8 +215,8 @@ class Hub:
         if time.monotonic() - self._told_at > _REPORT_SECONDS:
             self._told_at = time.monotonic()
             # The other guests have been sent the reason why they cannot join.
-            for guest in self._ready_guests().values():
-                guest.connection.send({"type": "waiting", "text": _LATER})
+            ready = [guest.connection for guest in self._ready_guests().values()]
+            send_to_all(ready, {"type": "waiting", "text": _LATER})
 
     def waiting(self) -> list[str]:
         """Lists the hosts that wait to join, as typed or by address."""
@@ -224,8 +229,8 @@ class Hub:
         This host is among them if it has come back to hosts that waited for it.
         """
         trained = self._attempt > 0
-        handshakes = [self._local, *(guest.handshake for guest in self._world.values())]
-        return [remote.host for remote in handshakes if trained and not remote.attempt]
+        hosts: list[Handshake | _Guest] = [self._local, *self._world.values()]
+        return [remote.host for remote in hosts if trained and not remote.attempt]
 
     def end_world(
         self, lost: Collection[str], left: Collection[str], turned_away: Collection[str] = ()
@@ -235,9 +240,10 @@ class Hub:
         Args: lost, left, turned_away: addresses of hosts that vanished, that left by themselves,
             and that are sent away.
         """
-        of_place = {place: guest.handshake.host for place, guest in self._world.items()}
+        of_place = {place: guest.host for place, guest in self._world.items()}
+        absent = {*lost, *left, *turned_away}
         self._lost = frozenset(place for place, host in of_place.items() if host in lost)
-        gone = {place for place, host in of_place.items() if host in {*lost, *left, *turned_away}}
+        gone = {place for place, host in of_place.items() if host in absent}
         self._turned_away = frozenset(
             place for place, host in of_place.items() if host in turned_away
         )
@@ -273,6 +279,7 @@ class Hub:
         for connection in (*self._callers, *(guest.connection for guest in self._guests.values())):
             connection.close()
         self._listener.close()
+        self._poller.close()
 
     # Which hosts train
 
@@ -299,9 +306,10 @@ class Hub:
         return ""
 
     def _ready_guests(self) -> dict[int, _Guest]:
-        """Returns the guests that may train, by position in --ips, in that order."""
-        proven = {place: guest for place, guest in sorted(self._guests.items()) if guest.proven}
-        free = {place: guest for place, guest in proven.items() if not self._is_held(place)}
+        """Returns the guests that may train, by position in --ips."""
+        proven = {place: guest for place, guest in self._guests.items() if guest.proven}
+        held = set(filter(self._is_held, self._held))
+        free = {place: guest for place, guest in proven.items() if place not in held}
         # With too few free hosts nobody trains, so a host that comes and goes disturbs nobody.
         return free if self._world or 1 + len(free) >= self._local.min_hosts else proven
 
@@ -323,13 +331,14 @@ class Hub:
 
     def _begin_world(self) -> ControlChannel:
         """Begins a world with the guests that are ready; returns its channel."""
-        local, self._world = self._local, self._ready_guests()
+        local, self._world = self._local, dict(sorted(self._ready_guests().items()))
         for place in self._world:
             del self._guests[place]
         for place in self._invited - self._world.keys():
             self._hold_off(place)
         self._invited, self._begun = frozenset(), True
-        hosts = [local.host, *(guest.handshake.host for guest in self._world.values())]
+        peers = {guest.host: guest.connection for guest in self._world.values()}
+        hosts = [local.host, *(guest.host for guest in self._world.values())]
         begin = {
             "type": "begin",
             "hosts": hosts,
@@ -338,10 +347,8 @@ class Hub:
             "skip": sorted(self._skip),
             "nonce": secrets.token_hex(16),
         }
-        for guest in self._world.values():
-            guest.connection.send(begin)
+        send_to_all(peers.values(), begin)
         self._say(_describe_world(hosts, local))
-        peers = {guest.handshake.host: guest.connection for guest in self._world.values()}
         return _make_channel(local, begin, peers, self._say, self)
 
     def _describe_missing(self, quorum: str) -> str:
@@ -389,27 +396,47 @@ class Hub:
 
     # Which hosts call
 
-    def _handle_calls(self) -> None:
-        """Accepts new callers, handles all messages, forgets guests that are gone."""
-        self._accept_calls()
+    def _handle_calls(self, seconds: float = 0.0) -> None:
+        """Accepts new callers, handles all messages, forgets guests that are gone.
+
+        Args: seconds: the longest wait for the first of these.
+        """
+        self._poller.run(seconds)
+        now = time.monotonic()
+        if now - self._checked < _POLL_SECONDS:
+            return
+        self._checked = now
         for caller in list(self._callers):
-            self._handle_caller(caller)
+            caller.flush()
+            if caller.closed is not None or now - caller.opened > _HANDSHAKE_SECONDS:
+                self._handle_caller(caller)
         for place, guest in list(self._guests.items()):
-            for message in guest.connection.receive():
-                self._handle_guest(place, message)
-            if time.monotonic() - guest.connection.heard > _TIMEOUT_SECONDS:
+            guest.connection.flush()
+            if now - guest.connection.heard > _TIMEOUT_SECONDS:
                 guest.connection.close("no answer")
-            if guest.connection.closed is not None:
-                del self._guests[place]
-                self._tried[place] = "it disconnected"
-                if not self._local.is_elastic:
-                    self._say(f"host {guest.handshake.host} disconnected before the run began")
+            self._forget_closed(place)
+
+    def _handle_guest(self, place: int) -> None:
+        for message in self._guests[place].connection.receive():
+            self._handle_message(place, message)
+        self._forget_closed(place)
+
+    def _forget_closed(self, place: int) -> None:
+        """Forgets a guest whose connection is closed."""
+        guest = self._guests[place]
+        if guest.connection.closed is not None:
+            del self._guests[place]
+            self._tried[place] = "it disconnected"
+            if not self._local.is_elastic:
+                self._say(f"host {guest.host} disconnected before the run began")
 
     def _accept_calls(self) -> None:
         """Accepts callers; drops all but the newest from unknown addresses."""
         with contextlib.suppress(OSError):  # BlockingIOError: no connection
             for _ in range(_CALLERS):
-                self._callers.append(Connection(self._listener.accept()[0], self._token))
+                caller = Connection(self._listener.accept()[0], self._token)
+                self._callers.append(caller)
+                self._poller.add(caller, partial(self._handle_caller, caller))
         hosts = set(self._local.hosts)
         # A host calls again every second, so only its newest connections are alive.
         expected = [caller for caller in self._callers if caller.peer in hosts]
@@ -426,8 +453,10 @@ class Hub:
             self._callers.remove(caller)
             place = self._admit(caller, messages[0])
             if place is not None:
+                self._poller.add(caller, partial(self._handle_guest, place))
                 for message in messages[1:]:
-                    self._handle_guest(place, message)
+                    self._handle_message(place, message)
+                self._forget_closed(place)
         elif problem:
             self._callers.remove(caller)
             caller.close()
@@ -445,7 +474,7 @@ class Hub:
         if remote is None:
             caller.close(OTHER_PROGRAM)
             return None
-        local, mismatches = self._local, differences(self._local, remote)
+        place, local, mismatches = remote.place, self._local, differences(self._local, remote)
         if remote.host not in local.hosts and not local.has_same_names(remote):
             self._report_refused(f"rejected {remote.host[:60]}: it is not among --ips of this host")
             text = f"it is not among --ips {list_hosts(local.hosts)} there"
@@ -454,8 +483,8 @@ class Hub:
         if mismatches:
             self._refuse_different(caller, remote, mismatches)
             return None
-        present = self._world.get(remote.place, self._guests.get(remote.place))
-        if remote.is_first or (present is not None and present.connection.closed is None):
+        present = self._world.get(place, self._guests.get(place))
+        if place == 0 or (present is not None and present.connection.closed is None):
             self._report_refused(
                 f"a second fleetrun says that it is host {remote.host}; it has to wait until the "
                 "first is gone"
@@ -466,7 +495,7 @@ class Hub:
         # A host that has trained in this job holds what the others train with.
         begun = bool(self._world or self._attempt) and not remote.attempt
         proven = not (begun and local.is_elastic and self._digests())
-        self._guests[remote.place] = _Guest(caller, remote, proven)
+        self._guests[place] = _Guest(caller, remote.host, remote.attempt, proven)
         # If others are training, this host's counts are out of date: it has missed worlds.
         if not self._world:
             self._attempt = max(self._attempt, remote.attempt)
@@ -478,11 +507,11 @@ class Hub:
         caller.send({"type": "joined"})
         if not proven:
             caller.send({"type": "prove"})
-        if self._is_held(remote.place):
-            remaining = f"{self._held[remote.place] - time.monotonic():.0f} s"
+        if self._is_held(place):
+            remaining = f"{self._held[place] - time.monotonic():.0f} s"
             text = f"this host came and went without a step, and is held off for {remaining}"
             caller.send({"type": "waiting", "text": f"host {local.host}: {text}"})
-        return remote.place
+        return place
 
     def _refuse_different(
         self, caller: Connection, remote: Handshake, mismatches: Sequence[str]
@@ -508,7 +537,7 @@ class Hub:
             self._fail(LaunchError(message, code="hosts_differ"))
         self._report_refused(f"rejected a call from {caller.peer}: {mismatches[0]}")
 
-    def _handle_guest(self, place: int, message: Message) -> None:
+    def _handle_message(self, place: int, message: Message) -> None:
         if message["type"] == "left":
             self._returning -= {place}
             self._lost -= {place}
@@ -536,7 +565,7 @@ class Hub:
         guest.proven = not differing
         if differing:
             text = f"it differs from the hosts that train in {list_hosts(differing)}"
-            host = guest.handshake.host
+            host = guest.host
             self._report_refused(f"refused host {host}, and goes on without it: {text}")
             message = f"host {self._local.host} refused this one, {host}: {text}"
             _send_refusal(guest.connection, message, "hosts_differ")
@@ -553,8 +582,7 @@ class Hub:
         raise error
 
     def _tell_guests(self, message: Message) -> None:
-        for guest in self._guests.values():
-            guest.connection.send(message)
+        send_to_all([guest.connection for guest in self._guests.values()], message)
 
 
 class _Caller:
@@ -773,7 +801,8 @@ def _describe_world(hosts: Sequence[str], local: Handshake) -> str:
     count, total = len(hosts), len(local.hosts)
     if count == total:
         return f"all {count} hosts are connected"
-    absent = [host for host in local.hosts if host not in hosts]
+    present = set(hosts)
+    absent = [host for host in local.hosts if host not in present]
     return f"{count} of {total} hosts are connected, without {list_hosts(absent)}"
 
 
