@@ -16,7 +16,6 @@ import pytest
 
 from ppdist.common.signals import STOP_SIGNALS
 from tests.distributed import RETRIED
-from tests.forked import fork_from_here
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +41,6 @@ os.fsync = lambda handle: None
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-    fork_from_here()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,11 +1,9 @@
 """Processes forked from one that has imported Paddle and ppdist, and done nothing else.
 
 The imports would be three seconds of every process; this is one process for all tests of one
-pytest: a copy of pytest itself, as it is before the first test.  So what is forked shares its hash
-seed; ranks of tools/launch.py do not.
+pytest.  So what is forked shares its hash seed; ranks of tools/launch.py do not.
 """
 
-import faulthandler
 import io
 import multiprocessing
 import os
@@ -14,10 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
-from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -26,40 +22,8 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parents[1]
 THIRD_PARTY = ROOT / "tests" / "third_party"  # packages of others, see `clean_environment`
 
-_PRELOADED = "ppdist.engine.build"
-_start_program = util.spawnv_passfds
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([_PRELOADED])
-
-
-def fork_from_here() -> None:
-    """Makes a copy of this process what `start` forks from, if it has imported what that needs.
-
-    Otherwise, as where one thread is not asked for, that is a new process, which imports it.
-    """
-    if _PRELOADED not in sys.modules or os.environ.get("OMP_NUM_THREADS") != "1":
-        return
-    resource_tracker.ensure_running()  # started as it always is
-    with patch.object(util, "spawnv_passfds", _serve):
-        forkserver.ensure_running()
-
-
-def _serve(path: bytes, arguments: Any, fds: list[int]) -> int:
-    """In place of a new process that runs `forkserver.main(*fds)`: its number."""
-    number = os.fork()
-    if number:
-        return number
-    try:
-        # What `fork_from_here` holds and has put there is not for those that are forked from here.
-        forkserver._forkserver._lock = threading.RLock()
-        util.spawnv_passfds = _start_program
-        faulthandler.disable()  # it writes to a file that this process closes
-        used = [*sorted(fds), os.sysconf("SC_OPEN_MAX")]
-        for before, after in zip([2, *used], used):  # pytest's pipes end with pytest
-            os.closerange(before + 1, after)
-        forkserver.main(*fds, [])
-    finally:
-        os._exit(1)
+_context.set_forkserver_preload(["ppdist.engine.build"])
 
 
 def start(
