@@ -67,6 +67,8 @@ max_pool2d = _operation(F.max_pool2d)
 avg_pool2d = _operation(F.avg_pool2d)
 relu = _operation(F.relu)
 hardswish = _operation(F.hardswish)
+softmax = _operation(F.softmax)  # both over the last axis
+log_softmax = _operation(F.log_softmax)
 
 
 @_operation
@@ -109,18 +111,6 @@ def upsample2x(x: Tensor) -> Tensor:
     """
     x = paddle.stack([x, x], axis=-1).flatten(3, 4)
     return paddle.stack([x, x], axis=3).flatten(2, 3)
-
-
-@_operation
-def softmax(x: Tensor) -> Tensor:
-    """Computes the softmax over the last axis."""
-    return F.softmax(x, axis=-1)
-
-
-@_operation
-def log_softmax(x: Tensor) -> Tensor:
-    """Computes the logarithm of the softmax over the last axis."""
-    return F.log_softmax(x, axis=-1)
 
 
 @_operation
