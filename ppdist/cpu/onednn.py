@@ -871,8 +871,8 @@ def _find_second_operand(description: c_void_p) -> int:
     """
     for base in _POST_OPERATIONS:
         argument = 2 * base | _SRC_1
-        found = library().c.dnnl_primitive_desc_query_md(description, _Q_EXECUTION, argument)
-        if found and library().c.dnnl_memory_desc_get_size(found):
+        operand = library().c.dnnl_primitive_desc_query_md(description, _Q_EXECUTION, argument)
+        if operand and library().c.dnnl_memory_desc_get_size(operand):
             return argument
     raise OneDNNError("oneDNN does not name the operand of a post-operation")
 

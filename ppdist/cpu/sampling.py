@@ -23,7 +23,7 @@ _GATHERED_ROWS = 512  # queries and heads at a time: their cells stay in the cac
 
 
 class Points(NamedTuple):
-    """Where the points of a query lie; arrays over points repeat for each head.
+    """Places of the points of a query; arrays over points repeat for each head.
 
     size_Z2: width and height of a point's map in cells.
     start_Z: int32, first cell of its map.
