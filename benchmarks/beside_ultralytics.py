@@ -21,6 +21,7 @@ nothing here imports it.  Commands take turns.
 """
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
