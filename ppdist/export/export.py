@@ -33,7 +33,7 @@ import ppdist
 from ppdist.common.child import python, run_command
 from ppdist.common.drafts import remove_drafts
 from ppdist.common.errors import DataError, ExportError
-from ppdist.common.files import draft_of, require_no_link
+from ppdist.common.files import draft_of, replace_file, require_no_link
 from ppdist.common.manifest import CARD_NOTE
 from ppdist.common.opener import DISK, Opener
 from ppdist.config.evaluate import NMSConfig
@@ -722,7 +722,7 @@ def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         log, program = Path(folder) / "log", Path(folder) / "model.json"
-        program.write_bytes(program_for_converter((directory / "model.json").read_bytes()))
+        replace_file(program, program_for_converter((directory / "model.json").read_bytes()))
         command = python(_CONVERT, str(program), weights, str(file), str(ONNX_OPSET))
         code = run_command(command, log, CONVERSION_SECONDS, environment=environment)
         output = log.read_text(encoding="utf-8", errors="replace")
