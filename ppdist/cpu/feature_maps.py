@@ -191,7 +191,8 @@ class _Softmax(PyLayer):
     @staticmethod
     def forward(ctx, x, kernel):
         (y,) = kernel.forward(contiguous(x), into=paddle_api.allocate(x.shape, x.dtype))
-        ctx.y, ctx.kernel = y, kernel
+        # Not y itself, whose node holds ctx: without a backward pass they would never be freed.
+        ctx.y, ctx.kernel = y.detach(), kernel
         return y
 
     @staticmethod

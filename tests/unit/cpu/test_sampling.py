@@ -1,5 +1,6 @@
 """Samples by sparse products against gathered ones; operations on rows."""
 
+import weakref
 from functools import partial
 
 import numpy as np
@@ -74,6 +75,14 @@ def test_operation_on_rows_equals_paddles(name):
     found = gradients(fast(x), x)
     for ours, paddles in zip(found, gradients(plain(x), x), strict=True):
         np.testing.assert_allclose(ours, paddles, rtol=1e-5, atol=1e-5)
+
+
+def test_softmax_is_freed_without_a_backward_pass():
+    functional.compute_by(feature_maps.compute)
+    y = functional.softmax(drawn(3, 5))
+    reference = weakref.ref(y)
+    del y
+    assert reference() is None
 
 
 def test_largest_of_equal_numbers_are_distinct_columns():
