@@ -254,8 +254,8 @@ class YOLOv5Loss(Loss):
         self.threshold = threshold
         self.label_smoothing = label_smoothing
         self.reference_batch = reference_batch
-        # What `local_normalizers` has found, for `forward`, with the boxes.
-        self._places = deque[tuple[Tensor, tuple[int, int], _Slots]](maxlen=_KEPT_PLACES)
+        # Slots from `local_normalizers` for `forward`, with the boxes and mask.
+        self._places = deque[tuple[Tensor, Tensor, tuple[int, int], _Slots]](maxlen=_KEPT_PLACES)
         self._grids: dict[tuple[int, int], _Grid] = {}
 
     @classmethod
@@ -290,7 +290,7 @@ class YOLOv5Loss(Loss):
     ) -> Tensor:
         """Counts images, and matches of each level: float32 [1 + L]; see `Loss`."""
         slots = self._place(boxes_BM4, mask_BM, size)
-        self._places.append((boxes_BM4, size, slots))
+        self._places.append((boxes_BM4, mask_BM, size, slots))
         return _local_normalizers(boxes_BM4.shape[0], slots.is_positive_LBAS)
 
     def _place(self, boxes_BM4: Tensor, mask_BM: Tensor, size: tuple[int, int]) -> _Slots:
@@ -314,9 +314,9 @@ class YOLOv5Loss(Loss):
         return _match(slots, labels_BM, mask_BM, self._grid(size))
 
     def _take_slots(self, boxes_BM4: Tensor, mask_BM: Tensor, size: tuple[int, int]) -> _Slots:
-        """Takes the slots that `local_normalizers` found for this very tensor, or finds them."""
-        for at, (placed_BM4, placed_size, slots) in enumerate(self._places):
-            if placed_BM4 is boxes_BM4 and placed_size == size:
+        """Takes the slots that `local_normalizers` found for these very tensors, or finds them."""
+        for at, (placed_BM4, placed_BM, placed_size, slots) in enumerate(self._places):
+            if placed_BM4 is boxes_BM4 and placed_BM is mask_BM and placed_size == size:
                 del self._places[at]
                 return slots
         return self._place(boxes_BM4, mask_BM, size)

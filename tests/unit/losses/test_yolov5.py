@@ -75,6 +75,13 @@ def test_an_anchor_does_not_fit_from_the_threshold_on(side: float, fits: bool) -
     assert bool(loss.local_normalizers(*targets, SIZE)[1] > 0) == fits
 
 
+def test_slots_are_not_taken_for_another_mask() -> None:
+    boxes, labels = paddle.to_tensor([[[8.0, 8.0, 24.0, 24.0]]]), paddle.zeros([1, 1], "int64")
+    loss = yolov5_loss()
+    loss.local_normalizers(boxes, labels, paddle.zeros([1, 1]), SIZE)
+    assert loss.matches(boxes, labels, paddle.ones([1, 1]), SIZE).is_positive_LBAS.any()
+
+
 def test_gains_follow_image_size_classes_and_levels() -> None:
     settings = YOLOv5Config(
         size="n6", depth_multiple=0.1, width_multiple=0.05, num_classes=20, image_size=(320, 1280)
