@@ -479,7 +479,9 @@ def move_sides(boxes_BQ4: Tensor, moves_BQ4: Tensor, reg_scale_1: Tensor) -> Ten
     size_BQ2 = boxes_BQ4[:, :, 2:]
     unit_BQ4 = paddle.concat([size_BQ2, size_BQ2], axis=-1) / reg_scale_1.abs()
     # A product, because slices of four numbers take longer than everything else here on a CPU.
-    return boxes_BQ4 + moves_BQ4.matmul(paddle.to_tensor(_MOVED_BY_SIDE)) * unit_BQ4
+    with paddle.amp.auto_cast(enable=False):  # which would round the products of boxes
+        moved_BQ4 = moves_BQ4.astype("float32").matmul(paddle.to_tensor(_MOVED_BY_SIDE))
+    return boxes_BQ4 + moved_BQ4 * unit_BQ4
 
 
 def _split(outputs: RTDETROutputs, noisy: NoisyQueries) -> RTDETROutputs:
