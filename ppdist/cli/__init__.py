@@ -155,7 +155,7 @@ def _command_elsewhere(words: Sequence[str]) -> tuple[str, list[str]]:
             track = ["--track"] if word == "track" else []
             return command, [*words[len(tasks) + 1 :], *track]
     if tasks and tasks != ["yolo"]:
-        return _NAMES_ELSEWHERE[tasks[-1]], [*words[len(tasks) :]]
+        return _NAMES_ELSEWHERE.get(tasks[-1], ""), [*words[len(tasks) :]]
     return "", []
 
 
@@ -393,13 +393,14 @@ def _warn_of_other_size(arguments: argparse.Namespace, config: "ExperimentConfig
     """Warns if -c has another input size than the weights, and nobody asked for it."""
     from ppdist.models.model_card import read_card
 
-    if any(item.startswith("model.image_size") for item in arguments.override):
+    is_asked_for = any(item.startswith("model.image_size") for item in arguments.override)
+    if is_asked_for or job.launched_rank():
         return
     card = None
     with suppress(errors.CodedError):  # said where the weights are loaded
         card = read_card(arguments.weights)
     size = config.model.image_size
-    if card is None or card.image_size in (None, size) or job.launched_rank():
+    if card is None or card.image_size in (None, size):
         return
     of_config, of_weights = (" x ".join(map(str, pair or ())) for pair in (size, card.image_size))
     process.warn(

@@ -154,7 +154,7 @@ _DATA_OPTIONS = {  # and what they are behind -o
     "batch": "train.batch_size_per_card={}",
     "weights": "model.pretrained={}",
     "image_size": "model.image_size={}",
-    "classes": "data.classes={} model.num_classes=N",
+    "classes": "data.classes={} model.num_classes={classes}",
     "single_class": "data.single_class=true model.num_classes=1",
     "fraction": "data.fraction={}",
 }
@@ -214,13 +214,14 @@ def _with_model(arguments: argparse.Namespace) -> str:
 def _with_keys(arguments: argparse.Namespace, names: Sequence[str]) -> str:
     """Returns the command line with keys behind -o in place of the options of DATA."""
     keys = [
-        key.format(_as_key_value(getattr(arguments, name)))
+        key.format(_as_key_value(getattr(arguments, name)), classes=len(arguments.classes or ()))
         for name in names
         for key in _DATA_OPTIONS[name].split()
     ]
     switches = [
         *(["--eval"] if arguments.eval else []), *(["--dry-run"] if arguments.dry_run else []),
-        *(["--resume", arguments.resume] if arguments.resume else []),
+        *(["--resume"] if arguments.resume is not None else []), *filter(None, [arguments.resume]),
+        *(["--resume-changed"] if arguments.resume_changed else []),
     ]  # fmt: skip
     override = ["-o", *arguments.override, *keys] if arguments.override or keys else []
     config = arguments.model or arguments.config

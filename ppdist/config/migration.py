@@ -240,10 +240,10 @@ def _split(command: str, words: Sequence[str], unknown: Container[str]) -> Itera
         name, equals, value = word.partition("=")
         if word.startswith("-"):
             may_be_foreign, after_override = name == _OPTION_OF_FILES, word in ("-o", "--override")
-            if not equals:
-                value = _option_value(words[at + 1 :])
+            following = [] if equals else _option_values(words[at + 1 :])
+            value = value if equals else ",".join(following)
             foreign = name in unknown or is_weights_as_model(command, name[2:], value)
-            values = value.split(",") if foreign and not equals and value else []
+            values = following if foreign else []
         else:
             has_equals = bool(equals) or word == "resume"  # `yolo train resume model=last.pt`
             foreign = has_equals and not after_override and (may_be_foreign or word in unknown)
@@ -267,12 +267,12 @@ def _join_folder(words: list["_Word | str"]) -> list["_Word | str"]:
     return [joined, *(word for word in words if word not in (project, name))]
 
 
-def _option_value(words: Sequence[str]) -> str:
-    """Returns the value of an option: the next word, or the next numbers, comma-separated."""
+def _option_values(words: Sequence[str]) -> list[str]:
+    """Returns the words that are an option's value: the next one, or the next numbers."""
     numbers = [*takewhile(str.isdecimal, words)]
     if numbers or not words:
-        return ",".join(numbers)
-    return "" if re.match(r"-(?![\d.])", words[0]) else words[0]
+        return numbers
+    return [] if re.match(r"-(?![\d.])", words[0]) else [words[0]]
 
 
 def _answer(command: str, name: str, value: str, *, item: bool, with_config: bool = False) -> str:

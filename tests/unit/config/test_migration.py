@@ -122,6 +122,7 @@ def test_file_of_another_trainer_is_one_message(tmp_path, text, code, said):
         ("d.yaml --node_rank 1", "`fleetrun --ips A,B ppdist ...`"),
         ("d.yaml --master_addr a", "`fleetrun --ips A,B ppdist ...`"),
         ("d.yaml --max_iter 9", "write `-o train.steps=9`"),
+        ("d.yaml --device 0,1 --img 64", "0,1 ppdist train d.yaml --image-size 64 --model"),
         ("d.yaml --project runs --name a", "write `-o output_dir=runs/a`"),
         ("d.yaml name=a project=runs", "write `-o output_dir=runs/a`"),
         ("d.yaml --model yolov5n.pt", "write `DATA --model yolov5n --weights yolov5n_coco`"),
@@ -165,7 +166,9 @@ def test_a_pasted_line_is_answered_with_one_that_works(typed, written, monkeypat
     check(Typed(typed, f"ppdist {written}"))
 
 
-@pytest.mark.parametrize("typed", ["yolo segment train data=x", "yolo", "train2 data=x"])
+@pytest.mark.parametrize(
+    "typed", ["yolo segment train data=x", "yolo", "train2 data=x", "classify yolo"]
+)
 def test_a_command_of_nobody_is_refused(typed, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ppdist", *typed.split()])
     with pytest.raises(SystemExit) as ended:
@@ -255,6 +258,8 @@ def test_our_options_name_the_form_that_works(words, said, monkeypatch, capsys):
     [
         ("-c yolov5n --epochs 3 --image-size 64 96", "options_conflict",
          "`ppdist train -c yolov5n -o train.epochs=3 'model.image_size=[64,96]'`"),
+        ("-c yolov5n --classes a b --resume", "options_conflict",
+         "-c yolov5n --resume -o 'data.classes=[a,b]' model.num_classes=2`"),
         ("d.yaml --weights a/yolov5s.pt", "option_missing", "yolov5s.pt --model yolov5s`"),
         ("-c yolov5n train.epochs=3", "options_conflict", "write `-o train.epochs=3`"),
     ],
