@@ -219,7 +219,7 @@ def _summarise(seconds: dict[str, list[list[float]]]) -> Report:
 
 
 def _describe_boxes(result: Report) -> str:
-    """Tells the numbers of boxes of an evaluation, and whether they are alike."""
+    """Describes the numbers of boxes of an evaluation, and says whether they are alike."""
     counts = [result[name].get("boxes") for name in ("ours", "ultralytics")]
     if None in counts:
         return ""

@@ -135,12 +135,12 @@ class SampledImage:
     def _entries(self, cell_E: ndarray, dy_XD: ndarray) -> ndarray:
         """Returns the entries of dy cells^T at the cells of one corner, [X, P]."""
         cell_XP = cell_E.reshape(len(dy_XD), -1)
-        found_XP = np.empty(cell_XP.shape, np.float32)
+        entry_XP = np.empty(cell_XP.shape, np.float32)
         for first in range(0, len(dy_XD), _GATHERED_ROWS):
             part = slice(first, first + _GATHERED_ROWS)
             gathered_XPD = np.take(self.cells_ND, cell_XP[part], axis=0, mode="clip")
-            np.matmul(gathered_XPD, dy_XD[part, :, None], out=found_XP[part, :, None])
-        return found_XP
+            np.matmul(gathered_XPD, dy_XD[part, :, None], out=entry_XP[part, :, None])
+        return entry_XP
 
 
 def _dot(first: Iterable[ndarray], second: Iterable[ndarray]) -> ndarray:

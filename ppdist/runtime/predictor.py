@@ -377,16 +377,16 @@ def _select_boxes(
     x1_P, y1_P, x2_P, y2_P = corners_4P
     area_P = np.maximum(x2_P - x1_P, 0) * np.maximum(y2_P - y1_P, 0)
 
-    def suppress_KS(by_S: np.ndarray, others_K: np.ndarray) -> np.ndarray:
+    def suppress_KS(by_S: np.ndarray, candidate_K: np.ndarray) -> np.ndarray:
         x1_S, y1_S, x2_S, y2_S = corners_4P[:, by_S]
-        x1_K1, y1_K1, x2_K1, y2_K1 = corners_4P[:, others_K, None]
+        x1_K1, y1_K1, x2_K1, y2_K1 = corners_4P[:, candidate_K, None]
         width_KS = np.minimum(x2_K1, x2_S) - np.maximum(x1_K1, x1_S)
         height_KS = np.minimum(y2_K1, y2_S) - np.maximum(y1_K1, y1_S)
         intersection_KS = width_KS * height_KS
-        iou_KS = intersection_KS / (area_P[by_S] + area_P[others_K, None] - intersection_KS)
+        iou_KS = intersection_KS / (area_P[by_S] + area_P[candidate_K, None] - intersection_KS)
         # Two boxes with zero area at the same position have no IoU; one of them is dropped.
         stays_KS = (iou_KS <= threshold) | (width_KS < 0) | (height_KS < 0)
-        return ~stays_KS & (groups_P[others_K, None] == groups_P[by_S])
+        return ~stays_KS & (groups_P[candidate_K, None] == groups_P[by_S])
 
     # Of many thousands, the best are compared with those that are selected already, and among
     # themselves, until enough are selected: most are never looked at.
