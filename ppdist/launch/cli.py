@@ -25,7 +25,6 @@ nothing.  Paddle installs a `fleetrun` too, so installing or removing Paddle may
 Everything else is imported once signals are held: an earlier one would end Python with a traceback.
 """
 
-import itertools
 import os
 import signal
 import sys
@@ -38,8 +37,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def _is_before_script(word: str) -> bool:
-    return not word.endswith(".py") and word not in ("ppdist", "--")
+def _asks_for_help(arguments: list[str]) -> bool:
+    """Returns True if --help is before the script, which may have such an option itself."""
+    words = iter(arguments)
+    for word in words:
+        if not word.startswith("-") or word == "--":
+            return False
+        value = "" if "=" in word else next(words, "")
+        if {word, value} & {"-h", "--help"}:
+            return True
+    return False
 
 
 def main() -> int:
@@ -62,8 +69,7 @@ def main() -> int:
     from ppdist.launch.signals import collect_signals
 
     arguments = sys.argv[1:]
-    before_script = [*itertools.takewhile(_is_before_script, arguments)]
-    if "-h" in before_script or "--help" in before_script:
+    if _asks_for_help(arguments):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
         print(options.help_text())
         return 0
