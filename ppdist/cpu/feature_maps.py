@@ -351,11 +351,16 @@ def _concat(operator: _Operator, parts: Sequence[Tensor], axis: int = 0) -> Tens
     return operator([_to_paddle(x) for x in parts], axis)
 
 
+def _is_float32_here(x: Tensor) -> bool:
+    """Returns True for numbers of float32 in this machine's memory: not a GPU's, not a graph's."""
+    return paddle.in_dynamic_mode() and dtype_of(x) == "float32" and x.place.is_cpu_place()
+
+
 def _activate(name: str, operator: _Operator, x: Tensor) -> Tensor:
     """Applies an activation, in oneDNN to maps of bfloat16 and float32 rows."""
     if _is_low(x):
         return _Activate.apply(x, precision.current().get("Activation", name, layout_of(x)))
-    if x.ndim == 3 and paddle.in_dynamic_mode() and dtype_of(x) == "float32" and 0 not in x.shape:
+    if x.ndim == 3 and _is_float32_here(x) and 0 not in x.shape:
         rows = onednn.layout(tuple(x.shape), 0)
         return _Activate.apply(x, precision.FLOAT32.get("Activation", name, rows))
     return operator(x)
@@ -374,7 +379,7 @@ def _max_pool2d(
 def _pad(operator: _Operator, x: Tensor, sides: Sequence[int], *settings: Any) -> Tensor:
     """Adds zeros to the right and below in oneDNN; Paddle takes 7 ms for a map of 1.6 M numbers."""
     left, right, above, below = sides
-    in_onednn = x.ndim == 5 or (paddle.in_dynamic_mode() and dtype_of(x) == "float32")
+    in_onednn = x.ndim == 5 or _is_float32_here(x)
     if in_onednn and not (left or above or settings):
         return _ApplyMapKernel.apply(x, _kernels_for(x).get("Pad", layout_of(x), right, below))
     return _compute_by_paddle(operator, x, sides, *settings)
@@ -389,7 +394,7 @@ def _affine(operator: _Operator, x: Tensor, scale_1: Tensor, bias_1: Tensor) -> 
 
 def _softmax(is_log: bool, operator: _Operator, x: Tensor) -> Tensor:
     """Computes the softmax of float32 rows in oneDNN; Paddle takes ten times as long."""
-    if not paddle.in_dynamic_mode() or dtype_of(x) != "float32" or 0 in x.shape:
+    if not _is_float32_here(x) or 0 in x.shape:
         return operator(x)
     rows = math.prod(x.shape[:-1]), x.shape[-1]
     return _Softmax.apply(x, precision.FLOAT32.get("Softmax", rows, is_log))
@@ -397,7 +402,7 @@ def _softmax(is_log: bool, operator: _Operator, x: Tensor) -> Tensor:
 
 def _largest(operator: _Operator, x: Tensor, count: int) -> Tensor:
     """Selects the largest of float32 rows in numpy; Paddle takes three times as long."""
-    if not paddle.in_dynamic_mode() or dtype_of(x) != "float32":
+    if not _is_float32_here(x):
         return operator(x, count)
     return _Largest.apply(x, count)
 
