@@ -111,7 +111,7 @@ def main() -> int:
     metrics = comm.run_on_main(report)
     if comm.is_main() and metrics:
         test = config.data.test is not None and arguments.split != "test" and not arguments.data
-        image = ready.dataset.records[0].path
+        image = evaluator.scored.first_readable
         print_commands(next_commands(weights_words(arguments), image, test=test))
     if target:
         judge(*target, metrics)

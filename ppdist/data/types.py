@@ -438,6 +438,13 @@ class DetectionSet:
     duplicates: Mapping[int, int] = field(default_factory=dict)
     opener: Opener = DISK
 
+    @property
+    def first_readable(self) -> str:
+        """Returns the path of the first image that is not known to be unreadable; "" if none."""
+        indices = range(len(self.records))
+        readable = (self.records[index].path for index in indices if index not in self.unreadable)
+        return next(readable, "")
+
 
 @dataclass(frozen=True, slots=True)
 class SampleKey:

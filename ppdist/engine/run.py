@@ -347,7 +347,7 @@ def _summarise(
     elif _needs_epochs({finding.code for finding in findings}, config):
         more = extension(config.train.epochs, config.train.steps)
         todo.append(("longer", build_resume_command(place, evaluate, more)))
-    image = experiment.sets.get("val", experiment.sets["train"]).records[0].path
+    image = experiment.sets.get("val", experiment.sets["train"]).first_readable
     weights = f"-w {shlex.quote(str(output_dir))}"
     todo += next_commands(weights, image, test=config.data.test is not None)
     return lines, todo

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from ppdist.data.types import ImageRecord, Records
+from ppdist.data.types import DetectionSet, ImageRecord, Records
 
 NAMES = "caf\u00e9", os.fsdecode(b"\xb0\xa1")  # UTF-8, and GBK that is no UTF-8
 
@@ -97,3 +97,11 @@ def test_million_records_take_hundred_bytes_each():
     )
     sizes = [len(pickle.dumps(one)) for one in (few, many)]
     assert (sizes[1] - sizes[0]) / 1800 < 150  # bytes an image, of 1.5 objects
+
+
+def test_image_that_a_command_names_is_one_that_can_be_read():
+    records = some_records(3)
+    damaged = DetectionSet(records, ("a",), (0,), "set", unreadable={0: "ends early"})
+    assert damaged.first_readable == records[1].path
+    assert DetectionSet(records, ("a",), (0,), "set").first_readable == records[0].path
+    assert DetectionSet([], ("a",), (0,), "set").first_readable == ""
