@@ -335,6 +335,7 @@ def _summarise(
     Returns: lines of the per-class table and the verdict; possible next steps as (purpose, command)
         pairs.
     """
+    experiment.log.flush()  # the run is read from its files
     output_dir, run, lines = experiment.output_dir, read_run(experiment.output_dir), list[str]()
     if run.evaluation and len(run.evaluation["per_class"]) > 1:
         lines = class_table(run.evaluation, max_classes=_MOST_CLASSES).splitlines()
