@@ -302,7 +302,9 @@ def assert_same_training(results: list[dict], alone: dict) -> float:
     assert len({result["digest"] for result in results}) == 1, "ranks hold different weights"
     for result in results:
         assert result["lr"] == alone["lr"]
-        np.testing.assert_allclose(result["losses"], alone["losses"], rtol=TOLERANCE)
+        # The loss of images without boxes may be 1e-5 of the others, and rounding is theirs.
+        least = 1e-9 * max(alone["losses"])
+        np.testing.assert_allclose(result["losses"], alone["losses"], rtol=TOLERANCE, atol=least)
         # Living statistics amplify a rounding a hundredfold in a gradient before one is applied.
         of_norms = TOLERANCE if alone["frozen"] else 100 * TOLERANCE
         if not of_ranks:

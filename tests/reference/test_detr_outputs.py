@@ -1,6 +1,7 @@
 """RT-DETR and D-FINE compute what transformers computes: detr_outputs.json says with what."""
 
 import json
+from collections.abc import Iterator
 
 import numpy as np
 import paddle
@@ -8,6 +9,7 @@ import pytest
 
 from ppdist.config.model import RTDETR_SIZES, RTDETRConfig
 from ppdist.distributed import paddle_api
+from ppdist.models import functional
 from ppdist.models.rtdetr import RTDETR
 from ppdist.models.weights import linear_keys
 from tests.reference.detr_outputs import (
@@ -46,6 +48,14 @@ def build(name: str) -> RTDETR:
         if isinstance(layer, paddle.nn.BatchNorm2D):
             paddle_api.normalise_by_running(layer)
     return model
+
+
+@pytest.fixture(autouse=True)
+def computed_by_paddle() -> Iterator[None]:
+    """A training of another test in this process leaves oneDNN's operations, which round anew."""
+    before = functional.compute_by(None)
+    yield
+    functional.compute_by(before)
 
 
 def test_every_size_has_a_reference() -> None:

@@ -180,17 +180,18 @@ def _compare_kept(
 
 
 def _compare_matches(
-    variant: str, criterion: YOLOv5Loss, levels: list[Matches], width: int, values: Values
+    variant: str, criterion: YOLOv5Loss, matches: Matches, width: int, values: Values
 ) -> Iterator[Measurement]:
     """Rows (image, anchor, row, column, class), box and anchor of every match, in one order."""
     counts, labels = [], []
-    for level, matches in enumerate(levels):
-        is_positive_BAS, cell_BS = matches.is_positive_BAS.numpy(), matches.cell_BS.numpy()
+    for level in range(len(criterion.strides)):
+        is_positive_BAS = matches.is_positive_LBAS[level].numpy()
         image, anchor, slot = np.nonzero(is_positive_BAS)
+        cell_BS = matches.cell_LBS[level].numpy()
         row, column = np.divmod(cell_BS[image, slot], width // criterion.strides[level])
         label = matches.label_BS.numpy()[image, slot]
         got_Q5 = np.stack([image, anchor, row, column, label], axis=1)
-        box_Q4 = matches.target_BS4.numpy()[image, slot]
+        box_Q4 = matches.target_LBS4[level].numpy()[image, slot]
         anchor_Q2 = criterion.anchors_LA2[level].numpy()[anchor]
         counts.append(len(got_Q5))
         labels.append(label)

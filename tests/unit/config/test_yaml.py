@@ -199,7 +199,7 @@ NO_MODEL = "!data: {root: x, train: {images: a}}\n"
 BAD_FILES = [
     ("train:\n  epoch: 3\n", "8:3: train.epoch", "unknown_key", "mean train.epochs?"),
     ("train:\n  lr: 0.1\n", "8:3: train.lr", "unknown_key", "mean optimizer.lr?"),
-    ("epoch: 3\n", "7:1: epoch", "unknown_key", "mean train.epochs?"),
+    ("clip_norn: 3\n", "7:1: clip_norn", "unknown_key", "mean train.clip_norm?"),
     ("optimizer: {zebra: 1}\n", "7:13: optimizer.zebra", "unknown_key", "knows lr"),
     ("train:\n  epochs: ten\n", "8:11: train.epochs", "bad_value", 'found "ten" (text)'),
     ("train: {epochs: '10'}\n", "7:17: train.epochs", "bad_value", "remove the quotes"),
