@@ -20,7 +20,9 @@ def test_only_connections_with_news_are_handled_and_closed_ones_leave() -> None:
     number, numbers = connections[2].fileno(), []
     near, far = socket.socketpair()
     connections[2].close()
+    pairs[2][1].close()
     pairs[2] = socket.socket(fileno=fcntl.fcntl(near, fcntl.F_DUPFD, number)), far
+    near.close()
     connections[2] = Connection(pairs[2][0])
     assert connections[2].fileno() == number
     poller.add(connections[2], lambda: numbers.append(connections[2].fileno()))
