@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.common.records import read_metrics
 from tests.faults import clock
 from tests.faults.scenario import RANKS, FaultScenario, Job, first_difference
 
@@ -107,7 +108,11 @@ def test_what_one_rank_can_bear_needs_no_restart(
     name = fault.partition("@")[0].replace("=", "-")
     job = scenario.survive(f"bears-{name}", fault, 0, overrides=HARMLESS[fault])
     assert first_difference(undisturbed, job.output_dir) == ""
-    assert job.steps == list(range(1, scenario.steps + 1))
+    steps = job.steps
+    if fault.startswith("terminal"):  # a quick run ends before it, and lines for it are dropped
+        records = read_metrics(job.output_dir / "metrics.jsonl")
+        steps = [record["step"] for record in records if "loss" in record]
+    assert steps == list(range(1, scenario.steps + 1))
     record_property("figure", "0 steps made again")
 
 
