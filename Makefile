@@ -42,8 +42,9 @@ demo: install
 
 # One process a core and $(1) more, because many tests wait for processes that they have started; each
 # takes whole files, in the order of tests/conftest.py.  Compiled files are kept, else every process would compile anew.
+# A process that dies ends the run: with another in its place xdist would wait forever.
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(shell expr $$(nproc) + $(1)) --dist loadfile \
-  --no-loadscope-reorder
+  --no-loadscope-reorder --max-worker-restart 0
 
 test: install
 	$(call PYTEST,2) -m "not slow"

@@ -683,17 +683,17 @@ class WorkerPool:
         """Forks a worker.  Raises: OSError: too little memory, or too many processes."""
         rank_end, worker_end = socket.socketpair()
         slots = [_allocate_shared(self._bytes, np.uint8) for _ in range(_SLOTS)]
-        marks = (
-            _allocate_shared(1, np.int64),
-            _allocate_shared(2, np.int64),
-            _allocate_shared(1, np.float64),
-        )
-        worker = Worker(rank_end, slots, *marks)
+        reading, awaited = (_allocate_shared(count, np.int64) for count in (1, 2))
+        worker = Worker(rank_end, slots, reading, awaited, _allocate_shared(1, np.float64))
         worker.reading[0] = worker.awaited[0] = NOTHING
         rank_end.settimeout(self._timeout)
-        rank_id = os.getpid()
-        worker.process = ForkedChild(lambda: work(self._samples, worker, worker_end, rank_id))
-        worker_end.close()
+        samples, rank_id = self._samples, os.getpid()
+        with worker_end:
+            try:
+                worker.process = ForkedChild(lambda: work(samples, worker, worker_end, rank_id))
+            except OSError:
+                rank_end.close()
+                raise
         return worker
 
 

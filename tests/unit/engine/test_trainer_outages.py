@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -49,6 +50,18 @@ def test_work_is_saved_before_images_end_a_run(shapes, tmp_path):
     assert_same_checkpoint(whole, output)
 
 
+def stop_at_first_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has this process asked to stop, once: a later signal counts as a second one, and ends it."""
+    sleep = time.sleep
+
+    def ask(seconds: float) -> None:
+        if threading.current_thread() is threading.main_thread():
+            monkeypatch.setattr(time, "sleep", sleep)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(time, "sleep", ask)
+
+
 def test_a_stop_does_not_wait_for_storage(shapes, tmp_path, monkeypatch):
     """A scheduler that asks to stop gives seconds; what is away would take minutes."""
     monkeypatch.setattr(store, "_timeout", 1800.0)
@@ -57,7 +70,7 @@ def test_a_stop_does_not_wait_for_storage(shapes, tmp_path, monkeypatch):
     callbacks = [TakeAway(data / "images", 2)]
     experiment = build_run(data, output, *own, model=FASTEST, callbacks=callbacks)
     with experiment.log:
-        monkeypatch.setattr(time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+        stop_at_first_pause(monkeypatch)
         assert experiment.trainer.fit() == STOPPED
     assert (output / "checkpoints" / "last").resolve().name == "step-00000001"
 
@@ -78,7 +91,7 @@ def test_a_stop_amid_an_evaluation_does_not_wait_for_storage(shapes, tmp_path, m
         experiment.trainer.evaluations.evaluator, "evaluate", evaluate_without_images
     )
     with experiment.log:
-        monkeypatch.setattr(time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+        stop_at_first_pause(monkeypatch)
         assert experiment.trainer.fit() == STOPPED
     assert (output / "checkpoints" / "last").resolve().name == "step-00000001"
 

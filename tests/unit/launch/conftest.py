@@ -9,6 +9,13 @@ import pytest
 
 from tests.unit.launch.hosts import Host, hosts_of_a_test
 from tests.unit.launch.namespaces import A, B, Cable, Switch, ip
+from tests.unit.launch.sockets import close_sockets
+
+
+@pytest.fixture(autouse=True)
+def no_open_sockets() -> Iterator[None]:
+    yield
+    close_sockets()
 
 
 @contextmanager

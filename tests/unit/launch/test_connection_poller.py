@@ -4,11 +4,12 @@ import fcntl
 import socket
 
 from ppdist.launch.connection import Connection, Poller, send_to_all
+from tests.unit.launch.sockets import socket_pair
 
 
 def test_only_connections_with_news_are_handled_and_closed_ones_leave() -> None:
     poller, second, handled = Poller(), Poller(), []
-    pairs = [socket.socketpair() for _ in range(3)]
+    pairs = [socket_pair() for _ in range(3)]
     connections = [Connection(near) for near, _ in pairs]
     for index, connection in enumerate(connections):
         poller.add(connection, lambda index=index: handled.append(index))
@@ -18,7 +19,7 @@ def test_only_connections_with_news_are_handled_and_closed_ones_leave() -> None:
     connections[1].receive()
     # The number of a closed connection is in use again.
     number, numbers = connections[2].fileno(), []
-    near, far = socket.socketpair()
+    near, far = socket_pair()
     connections[2].close()
     pairs[2][1].close()
     pairs[2] = socket.socket(fileno=fcntl.fcntl(near, fcntl.F_DUPFD, number)), far
@@ -57,7 +58,7 @@ def test_only_connections_with_news_are_handled_and_closed_ones_leave() -> None:
 
 
 def test_a_message_to_all_waits_for_the_token_of_each() -> None:
-    pairs = [socket.socketpair() for _ in range(2)]
+    pairs = [socket_pair() for _ in range(2)]
     callers = [Connection(near, calls=True) for near, _ in pairs]
     called = [Connection(far) for _, far in pairs]
     send_to_all(called, {"type": "begin", "hosts": ["a", "b"]})

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from ppdist.launch.signals import collect_signals
 from ppdist.launch.topology import Machine
 from tests.errors import raises
 from tests.unit.launch.machines import machine
+from tests.unit.launch.sockets import socket_pair
 
 A, B = "10.9.0.1", "10.9.0.2"
 FAILED = Outcome(1, "rank 1 failed first", remote_message="rank 1 failed first")
@@ -35,7 +35,7 @@ def short_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def connected() -> tuple[Connection, Connection]:
     """Both ends of a connection."""
-    one, other = socket.socketpair()
+    one, other = socket_pair()
     return Connection(one), Connection(other, calls=True)
 
 

@@ -1,7 +1,6 @@
 """The channel between the hosts of a run; each host is a thread with one end of it."""
 
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from ppdist.launch.connection import Connection
 from ppdist.launch.control_channel import ControlChannel, HostEnd, verdict
 from ppdist.launch.outcome import Outcome
 from tests.unit.launch.hosts import wait_for
+from tests.unit.launch.sockets import socket_pair
 
 A, B, C = "10.9.0.1", "10.9.0.2", "10.9.0.3"
 GLOO = "rank 0 failed first: it ended with exit code 1\ngloo/transport/tcp/pair.cc TIMEOUT"
@@ -62,7 +62,7 @@ def channels(
     said: dict[str, list[str]] = {host: [] for host in hosts}
     near, far = {}, {}
     for host in hosts[1:]:
-        one, other = socket.socketpair()
+        one, other = socket_pair()
         near[host], far[host] = Connection(one), Connection(other, calls=True)
     elastic = {"is_elastic": hub is not None}
     first = ControlChannel(
@@ -260,7 +260,7 @@ def test_the_verdict_prefers_wrong_input_then_the_cause() -> None:
     "nonsense", [{"type": "ended", "code": -7, "age_ms": "x", "message": 1}, b"nonsense\n"]
 )
 def test_nonsense_on_the_line_counts_as_a_lost_host(nonsense: dict | bytes) -> None:
-    one, other = socket.socketpair()
+    one, other = socket_pair()
     far = Connection(other, calls=True)
     first = ControlChannel(A, (A, B), {B: Connection(one)}, print, 60.0)
     for _ in range(2):  # a greeting each

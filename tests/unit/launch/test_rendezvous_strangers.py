@@ -22,6 +22,7 @@ from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.ports import free_port
 from tests.unit.launch import hosts as launched
+from tests.unit.launch.sockets import socket_pair
 from tests.unit.launch.waiting import A, B, Host, host
 
 TOKEN = "correct horse battery staple"
@@ -58,7 +59,7 @@ def test_a_host_without_the_token_is_refused(others: str) -> None:
 def ends(own: str, other: str) -> tuple[Connection, Connection, socket.socket, socket.socket]:
     """A connection after its greeting, with the tokens of who was called and of who calls, and
     the sockets of both."""
-    one, two = socket.socketpair()
+    one, two = socket_pair()
     called, calls = Connection(one, own), Connection(two, other, calls=True)
     for each in (calls, called, calls):
         assert each.receive() == []

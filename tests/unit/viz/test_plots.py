@@ -35,6 +35,8 @@ def made(count: int, classes: int, seed: int = 0, images: int = 20) -> Objects:
 def no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # What other tests have left open may be collected here.
+        warnings.simplefilter("default", ResourceWarning)
         yield
 
 

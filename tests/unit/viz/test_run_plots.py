@@ -27,6 +27,8 @@ NAMES = ("cat", "_$odd$ <name>", "红细胞", *(f"class {number}" for number in 
 def no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # What other tests have left open may be collected here.
+        warnings.simplefilter("default", ResourceWarning)
         yield
 
 
