@@ -70,8 +70,9 @@ def main() -> int:
 
     arguments = sys.argv[1:]
     if _asks_for_help(arguments):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
-        print(options.help_text())
+        handler = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
+        print(options.help_text(), flush=True)
+        signal.signal(signal.SIGPIPE, handler)
         return 0
     # fleetrun reads no configuration; its ranks inherit this setting.
     if "log.format=json" in arguments:

@@ -76,6 +76,13 @@ def test_signal_during_machine_check_ends_with_75(monkeypatch: pytest.MonkeyPatc
     assert "stopped by SIGUSR1" in capfd.readouterr().err
 
 
+def test_help_leaves_the_signals_as_they_were(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    handler = signal.getsignal(signal.SIGPIPE)
+    monkeypatch.setattr(sys, "argv", ["fleetrun", "--help"])
+    assert cli.main() == 0
+    assert signal.getsignal(signal.SIGPIPE) is handler
+
+
 def test_a_full_disk_is_said_with_its_folder(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
