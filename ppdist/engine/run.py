@@ -156,12 +156,12 @@ def _first_data(path: str, items: Sequence[str]) -> ExperimentConfig | None:
 
 
 def _layout_of_job(source: str, task: Task, weights: str | None) -> Layout:
-    """Returns the layout of data, as the first attempt of this job found it on this host.
+    """Returns the layout of data, in a restart as an earlier attempt found it on this host.
 
-    As for `_first_data`: images may be away now, so that other files would be taken for the set.
+    As for `_first_data`: images may be away then, so that other files would be taken for the set.
     """
     begun = [source, os.path.abspath(source), task]
-    note = read_note(LAYOUT_NOTE)
+    note = read_note(LAYOUT_NOTE) if comm.was_restarted() else None
     if note is not None and note["of"] == begun:
         return TypeAdapter(Layout).validate_python(note["layout"])
     if weights is not None and not is_name(weights):
