@@ -17,7 +17,7 @@ from ppdist import api
 from ppdist.cli import eval as cli_eval
 from ppdist.cli import train
 from ppdist.common.errors import ConfigError, DataError
-from ppdist.common.job import JOB_DIR_VARIABLE
+from ppdist.common.job import JOB_DIR_VARIABLE, RESTART_VARIABLE
 from ppdist.config.data import DataConfig
 from ppdist.config.experiment import load_config
 from ppdist.config.parse import dump_yaml
@@ -342,7 +342,7 @@ def test_a_restart_reads_data_as_its_job_began_with(project, tmp_path, monkeypat
         return plan_training(data=None, config="yolov5n", options=options, overrides=items).config
 
     begun = load_config("yolov5n", items)  # whose data.train is not in this root
-    monkeypatch.setenv("PPDIST_RESTART", "1")
+    monkeypatch.setenv(RESTART_VARIABLE, "1")
     assert plan().data.train != begun.data.train  # the first attempt ended before it wrote
     out.mkdir()
     (out / "config.yml").write_text(dump_yaml(begun), encoding="utf-8")
@@ -363,6 +363,9 @@ def test_a_restart_keeps_the_layout_of_its_data(project, tmp_path, monkeypatch, 
 
     begun = plan()
     data.rename(tmp_path / "away")
+    with raises("data_not_found", "set"):  # another training of the same script looks again
+        plan()
+    monkeypatch.setenv(RESTART_VARIABLE, "1")
     assert plan() == begun
     with pytest.raises(DataError):  # folders of classes would be another set
         plan("yolov5s_cls")

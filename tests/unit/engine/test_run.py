@@ -1,14 +1,12 @@
 """What a training is made of, before it begins."""
 
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from ppdist.cli.train import parse
-from ppdist.common.job import JOB_DIR_VARIABLE, RESTART_VARIABLE
 from ppdist.engine import run
 from ppdist.engine.continuation import ANEW
 from ppdist.engine.recipe import TrainOptions
@@ -22,19 +20,6 @@ def test_absent_weights_are_told_before_the_data_are_read(tmp_path):
     with raises("weights_not_found") as caught:
         plan_training(data=tmp_path / "set", config=None, options=options, overrides=[])
     assert "yolov5n_coco" in (caught.value.fix or "")
-
-
-@pytest.mark.parametrize("restart", ["", "1"])
-def test_only_a_restart_keeps_the_layout_of_data(restart, shapes, tmp_path, monkeypatch):
-    """Another training of the same script takes data as they are by then."""
-    monkeypatch.setenv(JOB_DIR_VARIABLE, str(tmp_path))
-    data, options = Path(shutil.copytree(shapes, tmp_path / "set")), TrainOptions(model="yolov5n")
-    before = plan_training(data=data, config=None, options=options, overrides=[]).config
-    monkeypatch.setenv(RESTART_VARIABLE, restart)
-    for file in data.rglob("*val*"):
-        file.rename(tmp_path / file.name)
-    after = plan_training(data=data, config=None, options=options, overrides=[]).config
-    assert (after.data == before.data) == bool(restart)
 
 
 @pytest.mark.parametrize("evaluate", [True, False])
