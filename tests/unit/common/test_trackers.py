@@ -133,6 +133,7 @@ def leave(folder: Path, config: Section, resume: bool) -> None:
     settings = [(TRACKERS[config.name], config)]
     step = 40 if resume else None
     with RunLog(folder, True, 60, 20, step, visualdl=False, trackers=settings) as log:
+        log.info("begun")
         log.writers.describe({"lr": 0.01, "model": "yolov5 n"}, ["mAP"], {"train": "epochs=3"})
         for record in RESUMED if resume else RECORDS:
             log.metrics(record)
