@@ -72,7 +72,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list 
 @pytest.fixture(autouse=True)
 def signals_as_before() -> Iterator[None]:
     """What a test ignores or holds back, the processes of later tests would, too."""
-    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGPIPE)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     for number, handler in handlers.items():

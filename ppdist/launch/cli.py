@@ -26,7 +26,6 @@ Everything else is imported once signals are held: an earlier one would end Pyth
 """
 
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -62,18 +61,14 @@ def main() -> int:
         # The modules below may not even be importable under such limits.
         print(f"ppdist: error: {with_code(str(error), error.code)}", file=sys.stderr)
         return 2
-    from ppdist.common import json_lines
-    from ppdist.common.process import USER_ERROR
+    from ppdist.common import json_lines, process
     from ppdist.launch import console, options, supervisor, topology
     from ppdist.launch.job import fleetrun
     from ppdist.launch.signals import collect_signals
 
     arguments = sys.argv[1:]
     if _asks_for_help(arguments):
-        handler = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
-        print(options.help_text(), flush=True)
-        signal.signal(signal.SIGPIPE, handler)
-        return 0
+        process.run(lambda: print(options.help_text()))  # ends silently behind `| head`
     # fleetrun reads no configuration; its ranks inherit this setting.
     if "log.format=json" in arguments:
         os.environ[json_lines.FORMAT_VARIABLE] = "json"
@@ -84,7 +79,7 @@ def main() -> int:
             return fleetrun(arguments, os.environ, inspect, run, received)
         except UserError as error:
             console.say(f"error: {with_code(str(error), error.code)}", name="ppdist")
-            return USER_ERROR
+            return process.USER_ERROR
         finally:
             console.finish()
 

@@ -1,6 +1,5 @@
 """Plots: files that are there, show something, and survive odd sets."""
 
-import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -31,13 +30,7 @@ def made(count: int, classes: int, seed: int = 0, images: int = 20) -> Objects:
     )
 
 
-@pytest.fixture(autouse=True)
-def no_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # What other tests have left open may be collected here.
-        warnings.simplefilter("default", ResourceWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("no_warning")
 
 
 def test_two_splits_are_told_apart(tmp_path):

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import sys
-import warnings
 from pathlib import Path
 
 import cv2
@@ -23,13 +22,7 @@ OF_EVALUATION = ["confusion.png", "pr_curve.png", "worst.jpg", "best.jpg"]
 NAMES = ("cat", "_$odd$ <name>", "红细胞", *(f"class {number}" for number in range(3, 500)))
 
 
-@pytest.fixture(autouse=True)
-def no_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # What other tests have left open may be collected here.
-        warnings.simplefilter("default", ResourceWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("no_warning")
 
 
 def trained(steps: int) -> list[dict]:
